@@ -1,0 +1,5 @@
+"""`python -m kvcore`."""
+
+from kvcore.cli import main
+
+main()

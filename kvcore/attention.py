@@ -1,0 +1,198 @@
+"""Attention over a cache's stored rows as graph operations, and the making of a cache with its kernels.
+
+Two queries per step: q for raw rows and R_K q for pages, so the cache is never rotated back. Each block of keys gives a
+partial result (sum, maximum, normalizer); partials merge by log-sum-exp, first the pages in V's rotated basis, then, after
+one R_Vᵀ on their sum, with the raw rows. K's scale multiplies the logits, V's scale the probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcore.backends import Backend
+from kvcore.cache import Cache, CacheSpec, LayerKernels
+from kvcore.layout import Codec, KVView, Rotation
+from kvcore.modes import CODEC_FUNCTIONS
+from kvcore.ops import Array, Ops
+from kvcore.registry import Decision, Kernel, KernelQuery, Registry
+
+SCORE_ELEMENTS = 1 << 24  # largest block of scores held at once: 64 MiB in float32
+_LOWEST = -1e30  # a floor for row maxima, so that a fully masked block gives zeros
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """out [B, Hkv, R, D_v] is the sum of exp(logit - peak) v; peak and total [B, Hkv, R, 1]; all float32."""
+
+    out: Array
+    peak: Array
+    total: Array
+
+
+def attend_graph(ops: Ops, q: Array, view: KVView, scale: float, window: int | None = None) -> Array:
+    """Attention of the newest rows' queries over all live rows; see `LayerCache.attend` for shapes.
+
+    Dot products, softmax and sums are float32 whatever the dtype. Scores are tiled: no block exceeds
+    ``SCORE_ELEMENTS``.
+    """
+    batch, q_heads, rows, dim = (int(n) for n in q.shape)
+    kv_heads = int(view.tail_k.shape[1])
+    group = q_heads // kv_heads
+    grouped = ops.reshape(ops.astype(q, "float32") * scale, (batch, kv_heads, group * rows, dim))
+    step = max(128, SCORE_ELEMENTS // (batch * q_heads * rows))
+    mask = _Mask(ops, group, rows, view.tokens, window)
+
+    raw = _attend_raw(ops, grouped, view, mask, step)
+    pages = _attend_pages(ops, grouped, view, mask, step)
+    merged = raw if pages is None else _merge(ops, raw, pages)
+    out = merged.out / merged.total
+    return ops.astype(ops.reshape(out, (batch, q_heads, rows, int(out.shape[-1]))), ops.dtype(q))
+
+
+def _attend_raw(ops: Ops, q: Array, view: KVView, mask: _Mask, step: int) -> _Partial:
+    k, v, positions = view.tail_k, view.tail_v, np.arange(view.folded, view.tokens)
+    if view.sinks:
+        k, v = ops.concat([view.sink_k, k], 2), ops.concat([view.sink_v, v], 2)
+        positions = np.concatenate([np.arange(view.sinks), positions])
+    partial: _Partial | None = None
+    for start, stop in _blocks(0, len(positions), step):
+        values = (ops.astype(x[:, :, start:stop], "float32") for x in (k, v))
+        partial = _accumulate(ops, partial, q, (*values, None, None), mask.block(positions[start:stop]))
+    assert partial is not None
+    return partial
+
+
+def _attend_pages(ops: Ops, q: Array, view: KVView, mask: _Mask, step: int) -> _Partial | None:
+    if view.folded <= view.sinks:
+        return None
+    k_codec, v_codec = CODEC_FUNCTIONS[view.layout.k.name], CODEC_FUNCTIONS[view.layout.v.name]
+    if view.k_rotation is not None:
+        q = view.k_rotation.apply(ops, q)
+    partial: _Partial | None = None
+    for start, stop in _blocks(view.sinks, view.folded, step):
+        k, k_scale = k_codec.unpack(ops, _rows(view.k_planes, start, stop))
+        v, v_scale = v_codec.unpack(ops, _rows(view.v_planes, start, stop))
+        allowed = mask.block(np.arange(start, stop))
+        partial = _accumulate(ops, partial, q, (k, v, k_scale, v_scale), allowed)
+    assert partial is not None
+    if view.v_rotation is None:
+        return partial
+    return _Partial(view.v_rotation.undo(ops, partial.out), partial.peak, partial.total)
+
+
+def _accumulate(
+    ops: Ops,
+    partial: _Partial | None,
+    q: Array,
+    block: tuple[Array, Array, Array | None, Array | None],
+    allowed: Array | None,
+) -> _Partial:
+    """Attend over one block of keys and values [B, Hkv, T, D] with scales [B, Hkv, T, 1], and merge it in."""
+    k, v, k_scale, v_scale = block
+    logits = ops.matmul(q, ops.permute_dims(k, (0, 1, 3, 2)))
+    if k_scale is not None:
+        logits = logits * ops.permute_dims(k_scale, (0, 1, 3, 2))
+    if allowed is not None:
+        logits = ops.where(allowed, logits, -float("inf"))
+    peak = ops.maximum(ops.max(logits, axis=-1, keepdims=True), _LOWEST)
+    weights = ops.exp(logits - peak)
+    total = ops.sum(weights, axis=-1, keepdims=True)
+    if v_scale is not None:
+        weights = weights * ops.permute_dims(v_scale, (0, 1, 3, 2))
+    new = _Partial(ops.matmul(weights, v), peak, total)
+    return new if partial is None else _merge(ops, partial, new)
+
+
+def _merge(ops: Ops, a: _Partial, b: _Partial) -> _Partial:
+    peak = ops.maximum(a.peak, b.peak)
+    a_weight, b_weight = ops.exp(a.peak - peak), ops.exp(b.peak - peak)
+    return _Partial(
+        a.out * a_weight + b.out * b_weight, peak, a.total * a_weight + b.total * b_weight
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """Which keys the queries of the newest ``rows`` positions of ``tokens`` may see."""
+
+    ops: Ops
+    group: int
+    rows: int
+    tokens: int
+    window: int | None
+
+    def block(self, positions: np.ndarray) -> Array | None:
+        """bool [group · rows, len(positions)], or None where every query sees every key."""
+        first = self.tokens - self.rows
+        everything = self.rows == 1 or positions[-1] <= first
+        if everything and (self.window is None or positions[0] > self.tokens - 1 - self.window):
+            return None
+        query = np.arange(first, self.tokens)[:, None]
+        allowed = positions[None, :] <= query
+        if self.window is not None:
+            allowed &= positions[None, :] > query - self.window
+        return self.ops.asarray(np.tile(allowed, (self.group, 1)))
+
+
+def _blocks(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    for begin in range(start, stop, step):
+        yield begin, min(stop, begin + step)
+
+
+def _rows(planes: Mapping[str, Array], start: int, stop: int) -> dict[str, Array]:
+    return {name: plane[:, :, start:stop] for name, plane in planes.items()}
+
+
+def encode_graph(ops: Ops, codec: Codec, rows: Array, rotation: Rotation | None) -> Mapping[str, Array]:
+    """Rows [B, H, n, D] to the codec's planes."""
+    return CODEC_FUNCTIONS[codec.name].encode(ops, rows, rotation)
+
+
+GRAPH_KERNELS = (
+    Kernel("encode-graph", "encode", "*", "graph", lambda: encode_graph),
+    Kernel("attend-graph", "attend", "*", "graph", lambda: attend_graph),
+)
+
+
+def default_registry(backend: Backend) -> Registry:
+    """The backend's own kernels, then the graph fallbacks."""
+    return Registry((*backend.kernels, *GRAPH_KERNELS))
+
+
+def decide(backend: Backend, registry: Registry, spec: CacheSpec, policy: str = "auto") -> tuple[Decision, ...]:
+    """One decision per cache operation for decode. UnsupportedError where the policy cannot be met."""
+    layout = spec.mode.layout(spec.head_dim, spec.v_head_dim)
+    queries = (
+        KernelQuery(
+            op=op,
+            backend=backend.name,
+            k_codec=layout.k.name,
+            v_codec=layout.v.name,
+            dtype=spec.dtype,
+            head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+            gqa_ratio=spec.num_q_heads // spec.num_kv_heads,
+            windowed=spec.mode.quantized,
+            arch=backend.arch,
+        )
+        for op in ("encode", "attend")
+    )
+    return tuple(registry.resolve(query, policy) for query in queries)
+
+
+def make_cache(
+    backend: Backend, spec: CacheSpec, *, kernels: str = "auto", registry: Registry | None = None
+) -> Cache:
+    """A cache whose kernels are resolved once, here. ``kernels`` is the policy: auto, fused or graph."""
+    decisions = decide(backend, registry or default_registry(backend), spec, kernels)
+    run = {decision.query.op: decision.run for decision in decisions}
+    return Cache(
+        backend.ops,
+        spec,
+        LayerKernels(encode=run["encode"], attend=run["attend"]),
+        decisions,
+        raise_on_nonfinite=backend.raise_on_nonfinite,
+    )

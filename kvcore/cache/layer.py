@@ -1,0 +1,206 @@
+"""One layer's rows: raw sinks, folded pages, raw tail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcore.cache.rows import RowBuffer
+from kvcore.errors import InputError, NonFiniteError
+from kvcore.layout import Codec, KVView, Layout, Rotation, WindowPolicy
+from kvcore.modes import CODEC_FUNCTIONS
+from kvcore.ops import Array, Ops
+
+_ENCODE_ROWS = 4096  # rows folded in one go: bounds the float32 workspace of a hand-over
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernels:
+    """The callables that the registry chose for a layer.
+
+    encode(ops, codec, rows, rotation) -> planes
+    attend(ops, q, view, scale, window) -> [B, Hq, n, v_dim]
+    """
+
+    encode: Callable[[Ops, Codec, Array, Rotation | None], Mapping[str, Array]]
+    attend: Callable[[Ops, Array, KVView, float, int | None], Array]
+
+
+class _Part:
+    """K or V of one layer."""
+
+    __slots__ = ("codec", "folded", "rotation", "sinks", "tail")
+
+    def __init__(
+        self, ops: Ops, codec: Codec, dim: int, shape: tuple[int, int], dtype: str, rotation: Rotation | None
+    ) -> None:
+        self.codec, self.rotation = codec, rotation
+        self.tail = RowBuffer(ops, *shape, dim, dtype)
+        self.sinks = RowBuffer(ops, *shape, dim, dtype, first_capacity=0)
+        self.folded = {
+            plane.name: RowBuffer(ops, *shape, plane.width(dim), plane.resolve(dtype)) for plane in codec.planes
+        }
+
+    def buffers(self) -> list[RowBuffer]:
+        return [self.tail, self.sinks, *self.folded.values()]
+
+    def planes(self) -> dict[str, Array]:
+        return {name: buffer.live() for name, buffer in self.folded.items()}
+
+
+class LayerCache:
+    """Append, attend, commit: the life of one layer's K and V, for a batch of equally long sequences."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        layout: Layout,
+        window: WindowPolicy,
+        kernels: LayerKernels,
+        *,
+        layer: int,
+        batch: int,
+        kv_heads: int,
+        dtype: str,
+        raise_on_nonfinite: bool = False,
+    ) -> None:
+        self._ops, self._window, self._kernels = ops, window, kernels
+        self._raise_on_nonfinite = raise_on_nonfinite
+        self.layout = layout
+        self.layer = layer
+        self.dtype = dtype
+        self.folding = layout.quantized
+        shape = (batch, kv_heads)
+        k_rotation = Rotation.create(ops, layer, "k", layout.k_dim) if layout.k.codebook else None
+        v_rotation = Rotation.create(ops, layer, "v", layout.v_dim) if layout.v.codebook else None
+        self._k = _Part(ops, layout.k, layout.k_dim, shape, dtype, k_rotation)
+        self._v = _Part(ops, layout.v, layout.v_dim, shape, dtype, v_rotation)
+        self._folded_rows = 0
+
+    @property
+    def rows_folded(self) -> int:
+        return self._folded_rows
+
+    @property
+    def rows_tail(self) -> int:
+        return self._k.tail.length
+
+    @property
+    def rows_sinks(self) -> int:
+        """Raw rows beside the first page, whose codes they shadow."""
+        return self._k.sinks.length
+
+    @property
+    def tokens(self) -> int:
+        return self._folded_rows + self.rows_tail
+
+    def append(self, k: Array, v: Array) -> None:
+        """Keep new rows raw: ``k`` [B, Hkv, n, k_dim] after RoPE, ``v`` [B, Hkv, n, v_dim]."""
+        self._k.tail.append(k)
+        self._v.tail.append(v)
+
+    def attend(self, q: Array, scale: float, window: int | None = None) -> Array:
+        """Attention of ``q`` [B, Hq, n, k_dim], the queries of the newest n rows, over all live rows.
+
+        Causal among the newest rows; with ``window`` a query sees its own and the ``window`` - 1 rows before it.
+        Returns [B, Hq, n, v_dim] in q's dtype.
+        """
+        return self._kernels.attend(self._ops, q, self.view(), scale, window)
+
+    def commit(self) -> int:
+        """Fold the oldest raw rows, whole pages at a time, where the window policy says so; returns their number."""
+        rows = self._window.foldable(self.rows_tail) if self.folding else 0
+        if rows == 0:
+            return 0
+        new_sinks = max(0, self._window.sink_tokens - self._folded_rows)
+        for part in (self._k, self._v):
+            tail = part.tail.live()
+            if self._raise_on_nonfinite and part.codec.quantized:
+                self._check_finite(self._ops.to_numpy(tail[:, :, :rows]), "K" if part is self._k else "V")
+            part.sinks.append(tail[:, :, :new_sinks])
+            for start in range(0, rows, _ENCODE_ROWS):
+                chunk = tail[:, :, start : min(rows, start + _ENCODE_ROWS)]
+                planes = self._kernels.encode(self._ops, part.codec, chunk, part.rotation)
+                for name, plane in planes.items():
+                    part.folded[name].append(plane)
+            part.tail.drop_front(rows)
+        self._folded_rows += rows
+        return rows
+
+    def trim(self, count: int) -> None:
+        """Forget the newest ``count`` rows. Folded rows are never unfolded: the tail gets shorter, even empty."""
+        if not 0 <= count <= self.tokens:
+            raise InputError(f"cannot trim {count} rows: the cache holds {self.tokens}")
+        from_tail = min(count, self.rows_tail)
+        self._folded_rows -= count - from_tail
+        for part in (self._k, self._v):
+            part.tail.truncate(part.tail.length - from_tail)
+            part.sinks.truncate(min(part.sinks.length, self._folded_rows))
+            for buffer in part.folded.values():
+                buffer.truncate(self._folded_rows)
+
+    def view(self) -> KVView:
+        """The live rows as attention reads them."""
+        sinks = self.rows_sinks
+        return KVView(
+            layout=self.layout,
+            sinks=sinks,
+            folded=self._folded_rows,
+            sink_k=self._k.sinks.live()[:, :, :sinks] if sinks else None,
+            sink_v=self._v.sinks.live()[:, :, :sinks] if sinks else None,
+            k_planes=self._k.planes(),
+            v_planes=self._v.planes(),
+            tail_k=self._k.tail.live(),
+            tail_v=self._v.tail.live(),
+            k_rotation=self._k.rotation,
+            v_rotation=self._v.rotation,
+        )
+
+    def dense(self) -> tuple[Array, Array]:
+        """K [B, Hkv, tokens, k_dim] and V, float32, as attention sees them: sinks and tail raw, pages decoded."""
+        return self._dense(self._k), self._dense(self._v)
+
+    def _dense(self, part: _Part) -> Array:
+        pieces = [self._ops.astype(part.tail.live(), "float32")]
+        if self._folded_rows:
+            sinks = self.rows_sinks
+            pages = CODEC_FUNCTIONS[part.codec.name].decode(self._ops, part.planes(), part.rotation)
+            raw = self._ops.astype(part.sinks.live()[:, :, :sinks], "float32")
+            pieces = [raw, pages[:, :, sinks:], *pieces]
+        return self._ops.concat(pieces, 2)
+
+    def nonfinite_rows(self) -> int:
+        """Folded rows, those of K and V and of each head counted apart, that held a NaN or an infinity: scale and
+        codes are 0. A row of zeros differs: it has scale 1 (int8) or codes at the middle of the book (turbo)."""
+        return sum(_count_marked(self._ops, part) for part in (self._k, self._v) if part.codec.quantized)
+
+    def _check_finite(self, rows: np.ndarray, part: str) -> None:
+        bad = np.argwhere(~np.isfinite(rows.astype(np.float32)).all(-1))
+        if len(bad):
+            sequence, head, row = (int(i) for i in bad[0])
+            raise NonFiniteError(
+                f"{part} of layer {self.layer}, head {head}, position {self._folded_rows + row}, sequence {sequence} "
+                f"is not finite ({len(bad)} such rows in this page): it cannot be quantized; "
+                "check the weights, or use mode fp16"
+            )
+
+    def buffers(self) -> list[RowBuffer]:
+        return self._k.buffers() + self._v.buffers()
+
+    def live_bytes(self) -> int:
+        """Bytes of live rows: sinks and the page rows that they shadow both count."""
+        return sum(buffer.length * buffer.row_bytes for buffer in self.buffers())
+
+    def allocated_bytes(self) -> int:
+        return sum(buffer.capacity * buffer.row_bytes for buffer in self.buffers())
+
+    def arrays(self) -> list[Array]:
+        return [array for buffer in self.buffers() for array in buffer.arrays()]
+
+
+def _count_marked(ops: Ops, part: _Part) -> int:
+    planes = part.planes()
+    marked = (planes["scale"] == 0) & ops.all(planes["codes"] == 0, axis=-1, keepdims=True)
+    return int(ops.to_numpy(marked).sum())

@@ -1,0 +1,40 @@
+"""Errors that a user can act on: one line that says what failed, why, and what to do instead.
+
+The command line prints the message alone and exits with ``exit_code``; ``--debug`` adds the traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class KvcoreError(Exception):
+    """A failure with a message meant for the user. Exit code 1."""
+
+    exit_code = 1
+
+
+class InputError(KvcoreError):
+    """Something the caller gave cannot be used: an argument, a prompt, a setting. Exit code 2."""
+
+    exit_code = 2
+
+
+class ModelError(InputError):
+    """A model's files are missing, damaged, contradictory or of another architecture."""
+
+
+class UnsupportedError(InputError):
+    """The request is well-formed, but nothing here can serve it; ``reasons`` lists every cause."""
+
+    def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.reasons = tuple(reasons)
+
+
+class BackendError(InputError):
+    """A backend cannot be used on this machine: a package or a device is missing, or a package is broken."""
+
+
+class NonFiniteError(KvcoreError):
+    """The reference backend met a NaN or an infinity where rows are quantized."""

@@ -1,0 +1,152 @@
+"""Generation: prefill in chunks, then one token at a time, as text that is safe to show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from kvcore.cache import Cache
+from kvcore.errors import InputError
+from kvcore.sampling import Sampler, SamplingParams
+from kvcore.text import Detokenizer, StopMatcher, Tokenizer
+
+DEFAULT_PREFILL_STEP = 512
+
+
+class Step(Protocol):
+    """Run ids [T] through the model and the cache; float32 logits [vocab] of the last one, on the host."""
+
+    def __call__(self, ids: Sequence[int], cache: Cache) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """Counts and times of one generation. ``prompt_tokens`` includes the ``cached_tokens`` that were not run again.
+
+    Times in seconds from the start of prefill; the clock is read when logits are on the host, so pending device
+    work counts. Tokenization of the prompt and loading are not included, sampling is.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    generation_tokens: int
+    prefill_seconds: float
+    time_to_first_token: float
+    decode_seconds: float
+    finish_reason: str | None
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        run = self.prompt_tokens - self.cached_tokens
+        return run / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
+
+    @property
+    def generation_tokens_per_second(self) -> float:
+        """Tokens after the first one over the time since it."""
+        return (self.generation_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+
+class Generation:
+    """Iterate to get text piece by piece; afterwards (or meanwhile) `token_ids`, `text`, `finish_reason`, `stats`.
+
+    Finish reasons: "stop" (end token or stop string), "length" (max_tokens or the model's last position).
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        tokenizer: Tokenizer,
+        cache: Cache,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: frozenset[int],
+        max_position: int,
+        prefill_step: int = DEFAULT_PREFILL_STEP,
+    ) -> None:
+        """``prompt`` is the whole sequence; the cache may hold a prefix of it already."""
+        if not prompt:
+            raise InputError("the prompt is empty: give at least one token of text")
+        if len(prompt) >= max_position:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens, the model's context holds {max_position}: "
+                "shorten the prompt to leave room for an answer"
+            )
+        if prefill_step < 1:
+            raise InputError(f"prefill step size {prefill_step}: must be 1 or more")
+        self.prompt = tuple(prompt)
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.cache = cache
+        self._step, self._params, self._prefill_step = step, params, prefill_step
+        self._eos = eos_token_ids
+        self._budget = min(params.max_tokens, max_position - len(prompt))
+        self._detokenizer, self._stops = Detokenizer(tokenizer), StopMatcher(params.stop)
+        self._stats = GenerationStats(len(prompt), cache.offset, 0, 0.0, 0.0, 0.0, None)
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._stats.finish_reason
+
+    @property
+    def stats(self) -> GenerationStats:
+        return self._stats
+
+    def _run(self) -> Iterator[str]:
+        start = time.perf_counter()
+        logits = self._prefill()
+        self._stats = replace(self._stats, prefill_seconds=time.perf_counter() - start)
+        sampler = Sampler(self._params)
+        first = start
+        while True:
+            token = sampler(logits, (*self.prompt, *self.token_ids))
+            now = time.perf_counter()
+            if not self.token_ids:
+                first = now
+                self._stats = replace(self._stats, time_to_first_token=now - start)
+            self.token_ids.append(token)
+            self._stats = replace(
+                self._stats, generation_tokens=len(self.token_ids), decode_seconds=now - first
+            )
+            reason, piece = self._accept(token)
+            self.text += piece
+            if piece:
+                yield piece
+            if reason is not None:
+                self._stats = replace(self._stats, finish_reason=reason)
+                return
+            logits = self._step([token], self.cache)
+
+    def _prefill(self) -> np.ndarray:
+        todo = self.prompt[self.cache.offset :]
+        if not todo:
+            raise InputError("the cache already holds the whole prompt: trim at least its last token first")
+        logits = None
+        for begin in range(0, len(todo), self._prefill_step):
+            logits = self._step(todo[begin : begin + self._prefill_step], self.cache)
+        self.cache.begin_decode()
+        assert logits is not None
+        return logits
+
+    def _accept(self, token: int) -> tuple[str | None, str]:
+        """The finish reason, if any, and the text that ``token`` makes safe to show."""
+        if token in self._eos:
+            return "stop", self._flush()
+        piece, stopped = self._stops.push(self._detokenizer.add(token))
+        if stopped:
+            return "stop", piece
+        if len(self.token_ids) >= self._budget:
+            return "length", piece + self._flush()
+        return None, piece
+
+    def _flush(self) -> str:
+        piece, stopped = self._stops.push(self._detokenizer.flush())
+        return piece if stopped else piece + self._stops.flush()

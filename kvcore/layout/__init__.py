@@ -1,0 +1,22 @@
+"""What a mode stores, as data: planes, bytes, codebooks, rotations, windows. Modes and backends meet here."""
+
+from kvcore.layout.codebook import TURBO3, TURBO4, Codebook
+from kvcore.layout.planes import CODECS, Codec, Layout, Plane
+from kvcore.layout.rotation import Rotation, hadamard_dct, rotation_signs
+from kvcore.layout.view import KVView
+from kvcore.layout.window import WindowPolicy
+
+__all__ = [
+    "CODECS",
+    "TURBO3",
+    "TURBO4",
+    "Codebook",
+    "Codec",
+    "KVView",
+    "Layout",
+    "Plane",
+    "Rotation",
+    "WindowPolicy",
+    "hadamard_dct",
+    "rotation_signs",
+]

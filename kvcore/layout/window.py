@@ -1,0 +1,43 @@
+"""The window policy: which rows stay raw, and when rows are folded into the quantized form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcore.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPolicy:
+    """The first ``sink_tokens`` and the newest ``recent_tokens`` rows stay raw; rows fold ``page_size`` at a time.
+
+    The first and the last ``boundary_layers`` layers stay raw altogether.
+    """
+
+    sink_tokens: int = 4
+    recent_tokens: int = 128
+    page_size: int = 128
+    boundary_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("sink_tokens", "recent_tokens", "boundary_layers"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name} {getattr(self, name)}: must be 0 or more")
+        if self.page_size < 1:
+            raise InputError(f"page_size {self.page_size}: must be 1 or more")
+        if self.sink_tokens > self.page_size:
+            raise InputError(
+                f"sink_tokens {self.sink_tokens}: must not exceed page_size {self.page_size}, "
+                "because sinks are rows of the first page"
+            )
+
+    def foldable(self, tail_rows: int) -> int:
+        """How many of the oldest raw rows fold now: whole pages, so that ``recent_tokens`` or more stay raw."""
+        return max(0, (tail_rows - self.recent_tokens) // self.page_size) * self.page_size
+
+    def folded_after(self, tokens: int) -> int:
+        """Folded rows after ``tokens`` tokens without trims, however they were chunked."""
+        return self.foldable(tokens)
+
+    def is_raw_layer(self, layer: int, num_layers: int) -> bool:
+        return layer < self.boundary_layers or layer >= num_layers - self.boundary_layers

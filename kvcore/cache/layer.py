@@ -114,11 +114,12 @@ class LayerCache:
         rows = self._window.foldable(self.rows_tail) if self.folding else 0
         if rows == 0:
             return 0
+        if self._raise_on_nonfinite:  # before either part changes
+            self._check_finite(self._k, "K", rows)
+            self._check_finite(self._v, "V", rows)
         new_sinks = max(0, self._window.sink_tokens - self._folded_rows)
         for part in (self._k, self._v):
             tail = part.tail.live()
-            if self._raise_on_nonfinite and part.codec.quantized:
-                self._check_finite(self._ops.to_numpy(tail[:, :, :rows]), "K" if part is self._k else "V")
             part.sinks.append(tail[:, :, :new_sinks])
             for start in range(0, rows, _ENCODE_ROWS):
                 chunk = tail[:, :, start : min(rows, start + _ENCODE_ROWS)]
@@ -176,12 +177,15 @@ class LayerCache:
         codes are 0. A row of zeros differs: it has scale 1 (int8) or codes at the middle of the book (turbo)."""
         return sum(_count_marked(self._ops, part) for part in (self._k, self._v) if part.codec.quantized)
 
-    def _check_finite(self, rows: np.ndarray, part: str) -> None:
-        bad = np.argwhere(~np.isfinite(rows.astype(np.float32)).all(-1))
+    def _check_finite(self, part: _Part, name: str, count: int) -> None:
+        if not part.codec.quantized:
+            return
+        rows = self._ops.to_numpy(part.tail.live()[:, :, :count]).astype(np.float32)
+        bad = np.argwhere(~np.isfinite(rows).all(-1))
         if len(bad):
             sequence, head, row = (int(i) for i in bad[0])
             raise NonFiniteError(
-                f"{part} of layer {self.layer}, head {head}, position {self._folded_rows + row}, sequence {sequence} "
+                f"{name} of layer {self.layer}, head {head}, position {self._folded_rows + row}, sequence {sequence} "
                 f"is not finite ({len(bad)} such rows in this page): it cannot be quantized; "
                 "check the weights, or use mode fp16"
             )

@@ -99,12 +99,7 @@ def _open_folder(folder: Path, name: str | None) -> Checkpoint:
     shapes = parameter_shapes(replace(config, tie_embeddings=False))
     tensors = FolderTensors(files, module_formats(entries, shapes, quantization, str(folder)))
     check_shapes(tensors.shapes(), config, str(folder))
-    for tensor in parameter_shapes(config):
-        if tensor.removesuffix(".weight") not in tensors.formats and entries[tensor].dtype not in DENSE_DTYPES:
-            raise ModelError(
-                f"{folder}: {tensor} has dtype {quoted(entries[tensor].dtype)}, not supported "
-                f"(supported: {', '.join(DENSE_DTYPES)})"
-            )
+    _check_dtypes(config, tensors, folder)
     return Checkpoint(
         config=config,
         format="mlx" if tensors.formats else "hf",
@@ -114,6 +109,17 @@ def _open_folder(folder: Path, name: str | None) -> Checkpoint:
         notices=notices + _tied_notices(config, tensors),
         tensors=tensors,
     )
+
+
+def _check_dtypes(config: LlamaConfig, tensors: FolderTensors, folder: Path) -> None:
+    entries = tensors.entries()
+    for name in parameter_shapes(config):
+        dtype = entries[name].dtype
+        if name.removesuffix(".weight") not in tensors.formats and dtype not in DENSE_DTYPES:
+            raise ModelError(
+                f"{folder}: {name} has dtype {quoted(dtype)}, not supported "
+                f"(supported: {', '.join(DENSE_DTYPES)})"
+            )
 
 
 def _completed(config: LlamaConfig, settings: Fields, tensors: FolderTensors, folder: Path) -> LlamaConfig:

@@ -162,7 +162,9 @@ def test_small_magnitudes_keep_their_quality(backend: Backend, codec: str, rms: 
 
 @pytest.mark.parametrize("absmax", [1e-20, 1e-30, 1e-38])
 @each_codec
-def test_B03_tiny_rows_are_finite_and_no_larger_than_a_step(backend: Backend, codec: str, absmax: float) -> None:
+def test_B03_tiny_rows_are_finite_and_no_larger_than_a_step(
+    backend: Backend, codec: str, absmax: float
+) -> None:
     """Their squares underflow in float32."""
     planes = encode(backend, codec, scaled_to(absmax, 64))
     assert np.isfinite(planes["scale"]).all()

@@ -1,0 +1,116 @@
+"""The commands and what they take. Each imports its module when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvcore.cli.command import add_command
+from kvcore.cli.options import (
+    AdviseOptions,
+    BackendOptions,
+    CommonOptions,
+    ConvertOptions,
+    DoctorOptions,
+    ModelOption,
+    ModeOptions,
+    PromptOption,
+    SamplingOptions,
+    TextOptions,
+    WindowOptions,
+)
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,  # rich costs most of the time of --help
+    pretty_exceptions_enable=False,
+    invoke_without_command=True,
+    help="Quantized KV caches for llama-family models, on NVIDIA, Apple and NumPy.",
+    epilog="Each flag is also an environment variable, --kv-cache-mode for example KVCORE_KV_CACHE_MODE; "
+    "the flag wins. Text and JSON go to stdout, progress, notes and statistics to stderr. "
+    "Exit codes: 0, 1 for a failure, 2 for bad input, 130 when interrupted.",
+)
+
+
+@app.callback()
+def kvcore(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,
+) -> None:
+    if debug:
+        ctx.obj["debug"] = True
+    if version:
+        from kvcore.version import __version__
+
+        typer.echo(f"kvcore {__version__}")
+    elif ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+def generate(
+    prompt: PromptOption,
+    model: ModelOption,
+    mode: ModeOptions,
+    sampling: SamplingOptions,
+    text: TextOptions,
+    backend: BackendOptions,
+    window: WindowOptions,
+    common: CommonOptions,
+) -> None:
+    """Answer one prompt, streamed to stdout."""
+    from kvcore.cli.generate import generate as run
+    from kvcore.cli.session import Settings
+
+    run(prompt.prompt, Settings(model, mode, sampling, text, backend, window, common))
+
+
+def chat(
+    model: ModelOption,
+    mode: ModeOptions,
+    sampling: SamplingOptions,
+    text: TextOptions,
+    backend: BackendOptions,
+    window: WindowOptions,
+    common: CommonOptions,
+) -> None:
+    """Talk with a model; its cache is kept from turn to turn.
+
+    /reset starts a new conversation, /stats shows the cache, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
+    """
+    from kvcore.cli.chat import chat as run
+    from kvcore.cli.session import Settings
+
+    run(Settings(model, mode, sampling, text, backend, window, common))
+
+
+def doctor(
+    model: ModelOption,
+    doctor: DoctorOptions,
+    mode: ModeOptions,
+    backend: BackendOptions,
+    common: CommonOptions,
+) -> None:
+    """Show what works here: backends, versions, and the kernel of each mode and operation, with reasons."""
+    from kvcore.cli.doctor import doctor as run
+
+    run(model, doctor, mode, backend, common)
+
+
+def advise(advise: AdviseOptions, window: WindowOptions, common: CommonOptions) -> None:
+    """Compute what each mode costs: bytes, the largest context, and a floor in time per token. Reads no weights."""
+    from kvcore.cli.advise import advise as run
+
+    run(advise, window, common)
+
+
+def convert(model: ModelOption, convert: ConvertOptions, common: CommonOptions) -> None:
+    """Write a model of any supported format as MLX-quantized or plain safetensors."""
+    from kvcore.cli.convert import convert as run
+
+    run(model, convert, common)
+
+
+for command in (generate, chat, doctor, advise, convert):
+    add_command(app, command.__name__, command)

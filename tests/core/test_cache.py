@@ -1,0 +1,394 @@
+"""The cache's life: what it stands for, what it costs, what it forgets."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from oracle import (
+    DTYPES,
+    QUANTIZED,
+    SMALL,
+    attend,
+    decoded,
+    exact_attention,
+    feed,
+    filled,
+    gaussian,
+    new_cache,
+    relative_error,
+)
+
+from kvcore.backends import Backend
+from kvcore.backends.reference import spec
+from kvcore.cache import Cache, RowBuffer
+from kvcore.errors import InputError, NonFiniteError
+from kvcore.layout import WindowPolicy
+from kvcore.modes import MODES
+
+DEFAULT = WindowPolicy()
+each_mode = pytest.mark.parametrize("mode", MODES)
+windows = pytest.mark.parametrize("window", [DEFAULT, SMALL], ids=["128", "32"])
+
+
+def bytes_by_hand(cache: Cache) -> int:
+    """Rows times bytes; sinks and the page rows that they shadow both count."""
+    spec_ = cache.spec
+    total = 0
+    for layer in cache.layers:
+        raw = layer.layout.raw_bytes_per_token(spec_.dtype) * (layer.rows_sinks + layer.rows_tail)
+        total += raw + layer.layout.bytes_per_token(spec_.dtype) * layer.rows_folded
+    return total * spec_.batch * spec_.num_kv_heads
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_mode
+def test_the_dense_view_is_what_the_stored_planes_say(backend: Backend, mode: str, dtype: str) -> None:
+    k, v = gaussian(2, 2, 150, 64, dtype=dtype), gaussian(2, 2, 150, 64, seed=1, dtype=dtype)
+    cache = filled(backend, mode, k, v, dtype=dtype, window=SMALL, layers=2)
+    assert cache.stats().rows_folded == (96 if MODES[mode].quantized else 0)
+    for got, want in zip(cache.dense(1), decoded(backend.ops, cache.layers[1]), strict=True):
+        assert backend.ops.dtype(got) == "float32"
+        np.testing.assert_allclose(backend.ops.to_numpy(got), want, atol=2e-6 * np.abs(want).max())
+
+
+@each_mode
+def test_an_empty_cache_holds_nothing(backend: Backend, mode: str) -> None:
+    cache = new_cache(backend, mode, layers=2, batch=3)
+    cache.commit()
+    cache.begin_decode()
+    k, v = (backend.ops.to_numpy(x) for x in cache.dense(0))
+    assert k.shape == v.shape == (3, 2, 0, 64)
+    assert set(cache.stats().to_dict().values()) == {0}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_mode
+def test_live_bytes_are_rows_times_the_bytes_of_the_layout(backend: Backend, mode: str, dtype: str) -> None:
+    rows = gaussian(2, 3, 150, 96, dtype=dtype)
+    cache = filled(backend, mode, rows, rows, dtype=dtype, layers=2, window=SMALL)
+    stats = cache.stats()
+    assert stats.kv_bytes == bytes_by_hand(cache)
+    live = 0
+    for layer in cache.layers:
+        view = layer.view()
+        arrays = [view.sink_k, view.sink_v, view.tail_k, view.tail_v]
+        arrays += [*view.k_planes.values(), *view.v_planes.values()]
+        live += sum(backend.ops.to_numpy(array).nbytes for array in arrays if array is not None)
+    assert stats.kv_bytes == live
+    assert live <= stats.kv_bytes_allocated == sum(backend.ops.to_numpy(a).nbytes for a in cache.arrays())
+    assert stats.kv_bytes_raw == 2 * 3 * 2 * 150 * 2 * 96 * (4 if dtype == "float32" else 2)
+
+
+@each_mode
+def test_L12_marginal_bytes_per_token_are_the_table(backend: Backend, mode: str) -> None:
+    """Between two lengths with equal tails each further token costs a folded row."""
+    rows = gaussian(1, 1, 128, 128, dtype="float16")
+    cache = new_cache(backend, mode, heads=(1, 1), dim=128, dtype="float16", window=DEFAULT)
+    feed(cache, backend.ops, rows, rows)
+    cache.begin_decode()
+    sizes = []
+    for _ in range(5):
+        feed(cache, backend.ops, rows, rows)
+        sizes.append(cache.stats().kv_bytes)
+    assert cache.mode.name == mode
+    assert (cache.stats().rows_folded > 0) == MODES[mode].quantized
+    table = {
+        "fp16": 512,
+        "int8": 260,
+        "turbo4-asym": 322,
+        "turbo3-asym": 306,
+        "turbo4": 132,
+        "turbo4-delegated": 322,
+        "int8-turbo4": 196,
+    }
+    assert np.diff(sizes).tolist()[1:] == [128 * table[mode]] * 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "ratio"),
+    [("int8", 1.96), ("turbo4-asym", 1.59), ("turbo3-asym", 1.67), ("int8-turbo4", 2.60), ("turbo4", 3.83)],
+)
+def test_B134_the_saving_at_32k_is_what_the_mode_promises(reference: Backend, mode: str, ratio: float) -> None:
+    cache = new_cache(reference, mode, heads=(1, 1), dim=128, dtype="float16", window=DEFAULT)
+    rows = gaussian(1, 1, 4096, 128, dtype="float16")
+    for _ in range(8):
+        feed(cache, reference.ops, rows, rows)
+    stats = cache.stats()
+    assert (stats.tokens, stats.rows_folded, stats.rows_raw) == (32768, 32640, 132)
+    assert stats.kv_bytes_raw / stats.kv_bytes == pytest.approx(ratio, rel=0.03)
+    assert stats.kv_bytes_allocated <= 1.6 * stats.kv_bytes
+
+
+# Growth
+
+
+def buffers(cache: Cache) -> Iterator[RowBuffer]:
+    return (buffer for layer in cache.layers for buffer in layer.buffers())
+
+
+def decode_rows(cache: Cache, backend: Backend, tokens: int) -> None:
+    row = backend.ops.asarray(gaussian(1, 1, 1, 64))
+    for _ in range(tokens):
+        for layer in cache.layers:
+            layer.append(row, row)
+            layer.commit()
+        backend.ops.evaluate(*cache.arrays())
+
+
+@pytest.mark.parametrize("mode", ["fp16", "turbo4"])
+def test_B129_20000_appends_cost_what_they_store(backend: Backend, mode: str) -> None:
+    """Growth is geometric: 20 reallocations at most, three times the final bytes copied. What is moved at a fold
+    is the window's raw rows, once a page: no more than the rows that came."""
+    cache = new_cache(backend, mode, heads=(1, 1), window=DEFAULT)
+    decode_rows(cache, backend, 20_000)
+    assert cache.offset == 20_000
+    tails = {id(part) for layer in cache.layers for part in (layer._k.tail, layer._v.tail)}
+    for buffer in buffers(cache):
+        assert buffer.reallocations <= 20
+        final = buffer.length * buffer.row_bytes
+        if MODES[mode].quantized and id(buffer) in tails:
+            final = 20_000 * buffer.row_bytes
+        assert buffer.bytes_copied <= 3 * final
+    assert cache.stats().kv_bytes_allocated <= 1.6 * cache.stats().kv_bytes
+
+
+@pytest.mark.full
+@each_mode
+def test_B129_every_mode_grows_geometrically(backend: Backend, mode: str) -> None:
+    test_B129_20000_appends_cost_what_they_store(backend, mode)
+
+
+@pytest.mark.parametrize("mode", ["fp16", "turbo4"])
+def test_B129_peak_memory_is_close_to_what_is_stored(reference: Backend, mode: str) -> None:
+    """Measured by the allocator, not by the cache's own counters: old and new buffers alive at once would show."""
+    cache = new_cache(reference, mode, heads=(1, 1), layers=3, window=DEFAULT)
+    tracemalloc.start()
+    decode_rows(cache, reference, 20_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak <= 2.1 * cache.stats().kv_bytes
+
+
+def test_B129_one_buffer_s_peak_is_old_plus_new(reference: Backend) -> None:
+    buffer = RowBuffer(reference.ops, 1, 1, 64, "float32")
+    row = gaussian(1, 1, 1, 64)
+    tracemalloc.start()
+    for _ in range(20_000):
+        buffer.append(row)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    final = 20_000 * buffer.row_bytes
+    assert buffer.reallocations <= 20
+    assert buffer.bytes_copied <= 3 * final
+    assert peak <= 2.1 * final
+    assert np.array_equal(buffer.live(), np.broadcast_to(row, (1, 1, 20_000, 64)))
+
+
+def test_appends_copy_linearly_in_their_number(reference: Backend) -> None:
+    copied = []
+    for tokens in (2_500, 5_000, 10_000, 20_000):
+        buffer = RowBuffer(reference.ops, 1, 1, 8, "float32")
+        for _ in range(tokens):
+            buffer.append(gaussian(1, 1, 1, 8))
+        copied.append(buffer.bytes_copied / (tokens * buffer.row_bytes))
+    assert max(copied) <= 3
+    assert copied[-1] <= 1.5 * copied[0]
+
+
+# Trimming
+
+
+@each_mode
+def test_L1_trim_reaches_every_region(backend: Backend, mode: str) -> None:
+    """Prefill 253, trim to 17, append 20: nothing folds at 253 by the default window, 192 rows by the small one."""
+    for window, folded in ((DEFAULT, 0), (SMALL, 192)):
+        k, v = gaussian(1, 2, 273, 64, dtype="float16"), gaussian(1, 2, 273, 64, seed=1, dtype="float16")
+        cache = filled(backend, mode, k[:, :, :253], v[:, :, :253], dtype="float16", window=window)
+        assert cache.stats().rows_folded == (folded if MODES[mode].quantized else 0)
+        before = [x[:, :, :17] for x in decoded(backend.ops, cache.layers[0])]
+        cache.trim(236)
+        assert cache.offset == 17
+        feed(cache, backend.ops, k[:, :, 253:], v[:, :, 253:])
+        assert cache.offset == 37
+        assert cache.stats().kv_bytes == bytes_by_hand(cache)
+        still_folded = 17 if folded and MODES[mode].quantized else 0
+        assert (cache.stats().rows_folded, cache.layers[0].rows_tail) == (still_folded, 37 - still_folded)
+        for old, new, now in zip(before, (k, v), decoded(backend.ops, cache.layers[0]), strict=True):
+            assert np.array_equal(now, np.concatenate([old, new[:, :, 253:]], 2))
+        if not folded:
+            kept = [np.concatenate([x[:, :, :17], x[:, :, 253:]], 2) for x in (k, v)]
+            q = gaussian(1, 4, 1, 64, seed=2)
+            fresh = filled(backend, mode, *kept, dtype="float16", window=window)
+            assert np.array_equal(*(attend(backend, c.layers[0], q, 0.125) for c in (cache, fresh)))
+
+
+@windows
+@pytest.mark.parametrize("count", [1, 130, 300, 696, 698, 700])
+@each_mode
+def test_B104_trim_moves_all_regions_together(
+    backend: Backend, mode: str, count: int, window: WindowPolicy
+) -> None:
+    """700 rows, batch of 3; 698 cuts into the sinks. Then 50 more, attended to, committed and attended to again."""
+    k, v = gaussian(3, 1, 750, 64), gaussian(3, 1, 750, 64, seed=1)
+    cache = filled(backend, mode, k[:, :, :700], v[:, :, :700], window=window, heads=(2, 1))
+    layer = cache.layers[0]
+    old = [x[:, :, : 700 - count] for x in decoded(backend.ops, layer)]
+    folded = layer.rows_folded
+    cache.trim(count)
+    assert layer.tokens == cache.offset == 700 - count
+    assert layer.rows_folded == min(folded, 700 - count)
+    assert layer.rows_sinks == (min(4, layer.rows_folded) if folded else 0)
+    new = [x[:, :, 700:] for x in (k, v)]
+    layer.append(*(backend.ops.asarray(x) for x in new))
+    rows = [np.concatenate(pair, 2) for pair in zip(old, new, strict=True)]
+    q = gaussian(3, 2, 50, 64, seed=2)
+    assert relative_error(attend(backend, layer, q, 0.125), spec.attention(q, *rows, 0.125)) <= 1e-5
+    for got, want in zip(decoded(backend.ops, layer), rows, strict=True):
+        assert np.array_equal(got, want)
+    cache.commit()
+    assert relative_error(attend(backend, layer, q, 0.125), exact_attention(backend, layer, q, 0.125)) <= 1e-5
+
+
+@pytest.mark.parametrize("mode", QUANTIZED)
+def test_rows_trimmed_from_the_sinks_are_replaced_raw(backend: Backend, mode: str) -> None:
+    """Cut to 2 tokens, inside the sinks: the next page brings rows 2 and 3 as new sinks, bit-equal."""
+    first, second = gaussian(1, 2, 200, 64), gaussian(1, 2, 200, 64, seed=5)
+    cache = filled(backend, mode, first, first, window=SMALL)
+    cache.trim(198)
+    assert (cache.layers[0].rows_sinks, cache.layers[0].rows_folded, cache.offset) == (2, 2, 2)
+    feed(cache, backend.ops, second, second, chunk=50)
+    layer = cache.layers[0]
+    assert (layer.rows_sinks, layer.rows_folded, layer.rows_tail) == (4, 2 + 160, 40)
+    k, v = (backend.ops.to_numpy(x) for x in cache.dense(0))
+    for rows in (k, v):
+        assert np.array_equal(rows[:, :, :4], np.concatenate([first[:, :, :2], second[:, :, :2]], 2))
+        assert np.array_equal(rows[:, :, -40:], second[:, :, -40:])
+        assert relative_error(rows[:, :, 4:162], second[:, :, 2:160]) < 0.2
+
+
+@pytest.mark.parametrize("mode", QUANTIZED)
+def test_trimming_never_touches_stored_codes(backend: Backend, mode: str) -> None:
+    rows = gaussian(1, 2, 300, 64)
+    cache = filled(backend, mode, rows, rows, window=SMALL)
+    view = cache.layers[0].view()
+    before = {n: backend.ops.to_numpy(x)[:, :, :100].copy() for n, x in view.v_planes.items()}
+    cache.trim(200)
+    feed(cache, backend.ops, rows[:, :, :150], rows[:, :, :150], chunk=30)
+    after = {n: backend.ops.to_numpy(x)[:, :, :100] for n, x in cache.layers[0].view().v_planes.items()}
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("count", [-1, 101])
+def test_trim_refuses_what_is_not_there(reference: Backend, count: int) -> None:
+    rows = gaussian(1, 2, 100, 64)
+    cache = filled(reference, "int8", rows, rows, window=SMALL)
+    with pytest.raises(InputError, match=f"cannot trim {count} rows: the cache holds 100"):
+        cache.trim(count)
+    assert cache.offset == 100
+
+
+def test_L10_an_offset_read_before_stays_what_it_was(backend: Backend) -> None:
+    rows = gaussian(1, 2, 100, 64)
+    cache = filled(backend, "int8", rows, rows, window=SMALL)
+    offset, stats = cache.offset, cache.stats()
+    feed(cache, backend.ops, rows, rows)
+    assert (offset, cache.offset) == (100, 200)
+    assert (stats.tokens, stats.rows_folded) == (100, 64)
+
+
+@pytest.mark.parametrize("mode", ["fp16", "turbo4"])
+def test_L10_rows_read_before_an_append_stay_what_they_were(backend: Backend, mode: str) -> None:
+    rows = gaussian(1, 2, 70, 64)
+    cache = filled(backend, mode, rows, rows, window=SMALL)
+    k, _ = cache.dense(0)
+    before = backend.ops.to_numpy(k).copy()
+    feed(cache, backend.ops, rows, rows, chunk=10)
+    assert np.array_equal(backend.ops.to_numpy(k), before)
+
+
+# Rows that are not finite
+
+
+def with_bad_row(value: float = np.nan) -> np.ndarray:
+    rows = gaussian(2, 2, 300, 64)
+    rows[1, 0, 40, 3] = value
+    return rows
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("mode", QUANTIZED)
+def test_C3_the_reference_names_layer_head_and_position(reference: Backend, mode: str, part: str) -> None:
+    codec = getattr(MODES[mode], part)
+    if codec == "raw":
+        pytest.skip(f"{mode} keeps {part} raw")
+    good, bad = gaussian(2, 2, 300, 64, seed=1), with_bad_row()
+    cache = new_cache(reference, mode, batch=2)
+    layer = cache.layers[0]
+    layer.append(*((bad, good) if part == "k" else (good, bad)))
+    named = f"{part.upper()} of layer 0, head 0, position 40, sequence 1 is not finite"
+    with pytest.raises(NonFiniteError, match=named):
+        (cache.begin_decode if MODES[mode].delegated else cache.commit)()
+    assert (layer.rows_sinks, layer.rows_folded, layer.rows_tail) == (0, 0, 300)
+    for got, want in zip(cache.dense(0), (bad, good) if part == "k" else (good, bad), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_C3_the_position_counts_from_the_start_of_the_sequence(reference: Backend) -> None:
+    cache = new_cache(reference, "int8", layers=3)
+    rows = gaussian(1, 2, 100, 64)
+    feed(cache, reference.ops, rows, rows)
+    bad = gaussian(1, 2, 100, 64)
+    bad[0, 1, 7] = np.inf
+    for layer in cache.layers:
+        layer.append(bad, rows)
+    with pytest.raises(NonFiniteError, match="layer 0, head 1, position 107, sequence 0"):
+        cache.commit()
+
+
+@pytest.mark.parametrize("mode", QUANTIZED)
+def test_C3_other_backends_fold_a_bad_row_to_zeros_and_count_it(backend: Backend, mode: str) -> None:
+    if backend.raise_on_nonfinite:
+        pytest.skip("the reference raises instead")
+    good, bad = gaussian(2, 2, 300, 64), with_bad_row()
+    q = gaussian(2, 4, 1, 64, seed=2)
+    clean = filled(backend, mode, good, good, window=SMALL)
+    cache = filled(backend, mode, bad, bad, window=SMALL)
+    quantized = [part for part in "kv" if getattr(MODES[mode], part) != "raw"]
+    assert clean.stats().nonfinite_rows == 0
+    assert cache.stats().nonfinite_rows == len(quantized)
+    for part, got in zip("kv", cache.dense(0), strict=True):
+        row = backend.ops.to_numpy(got)[1, 0, 40]
+        assert (row == 0).all() if part in quantized else np.isnan(row[3])
+    out, want = attend(backend, cache.layers[0], q, 0.125), attend(backend, clean.layers[0], q, 0.125)
+    same = [(s, h) for s in range(2) for h in range(4) if (s, h // 2) != (1, 0)]
+    assert all(np.array_equal(out[i], want[i]) for i in same)
+    if quantized == ["k", "v"]:
+        exact = exact_attention(backend, cache.layers[0], q, 0.125)
+        assert relative_error(out, exact) <= 1e-5
+
+
+def test_C3_zero_rows_are_not_counted_as_non_finite(backend: Backend) -> None:
+    for mode in ("int8", "turbo4", "turbo3-asym"):
+        zero = np.zeros((1, 2, 100, 64), np.float32)
+        assert filled(backend, mode, zero, zero, window=SMALL).stats().nonfinite_rows == 0
+
+
+# What a cache says about itself
+
+
+def test_stats_and_description_are_plain_values(backend: Backend) -> None:
+    rows = gaussian(1, 2, 100, 64)
+    cache = filled(backend, "int8-turbo4", rows, rows, window=SMALL)
+    stats = json.loads(json.dumps(cache.stats().to_dict()))
+    assert (stats["tokens"], stats["rows_folded"], stats["rows_raw"]) == (100, 64, 40)
+    about = json.loads(json.dumps(cache.describe()))
+    assert about["mode"] == "int8-turbo4"
+    assert about["window"] == {"sink_tokens": 4, "recent_tokens": 32, "page_size": 32, "boundary_layers": 0}
+    assert [(k["op"], k["kernel"], k["kind"]) for k in about["kernels"]] == [
+        ("encode", "encode-graph", "graph"),
+        ("attend", "attend-graph", "graph"),
+    ]

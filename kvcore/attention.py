@@ -45,14 +45,17 @@ def attend_graph(ops: Ops, q: Array, view: KVView, scale: float, window: int | N
     step = max(128, SCORE_ELEMENTS // (batch * q_heads * rows))
     mask = _Mask(ops, group, rows, view.tokens, window)
 
-    raw = _attend_raw(ops, grouped, view, mask, step)
     pages = _attend_pages(ops, grouped, view, mask, step)
-    merged = raw if pages is None else _merge(ops, raw, pages)
+    raw = _attend_raw(ops, grouped, view, mask, step)
+    partials = [partial for partial in (pages, raw) if partial is not None]
+    if not partials:
+        return ops.zeros((batch, q_heads, rows, view.layout.v_dim), ops.dtype(q))
+    merged = partials[0] if len(partials) == 1 else _merge(ops, *partials)
     out = merged.out / merged.total
     return ops.astype(ops.reshape(out, (batch, q_heads, rows, int(out.shape[-1]))), ops.dtype(q))
 
 
-def _attend_raw(ops: Ops, q: Array, view: KVView, mask: _Mask, step: int) -> _Partial:
+def _attend_raw(ops: Ops, q: Array, view: KVView, mask: _Mask, step: int) -> _Partial | None:
     k, v, positions = view.tail_k, view.tail_v, np.arange(view.folded, view.tokens)
     if view.sinks:
         k, v = ops.concat([view.sink_k, k], 2), ops.concat([view.sink_v, v], 2)
@@ -61,7 +64,6 @@ def _attend_raw(ops: Ops, q: Array, view: KVView, mask: _Mask, step: int) -> _Pa
     for start, stop in _blocks(0, len(positions), step):
         values = (ops.astype(x[:, :, start:stop], "float32") for x in (k, v))
         partial = _accumulate(ops, partial, q, (*values, None, None), mask.block(positions[start:stop]))
-    assert partial is not None
     return partial
 
 

@@ -53,7 +53,8 @@ class GenerationStats:
 class Generation:
     """Iterate to get text piece by piece; afterwards (or meanwhile) `token_ids`, `text`, `finish_reason`, `stats`.
 
-    Finish reasons: "stop" (end token or stop string), "length" (max_tokens or the model's last position).
+    Finish reasons: "stop" (end token or stop string), "length" (max_tokens or the model's last position),
+    "cancelled" (by `cancel`).
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Generation:
         self._budget = min(params.max_tokens, max_position - len(prompt))
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopMatcher(params.stop)
         self._stats = GenerationStats(len(prompt), cache.offset, 0, 0.0, 0.0, 0.0, None)
+        self._cancelled = False
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[str]:
@@ -100,9 +102,16 @@ class Generation:
     def stats(self) -> GenerationStats:
         return self._stats
 
+    def cancel(self) -> None:
+        """End after the step that runs now or comes next; the cache keeps its rows. Safe in a signal handler."""
+        self._cancelled = True
+
     def _run(self) -> Iterator[str]:
         start = time.perf_counter()
         logits = self._prefill()
+        if logits is None:
+            self._stats = replace(self._stats, finish_reason="cancelled")
+            return
         self._stats = replace(self._stats, prefill_seconds=time.perf_counter() - start)
         sampler = Sampler(self._params)
         first = start
@@ -117,6 +126,8 @@ class Generation:
                 self._stats, generation_tokens=len(self.token_ids), decode_seconds=now - first
             )
             reason, piece = self._accept(token)
+            if reason is None and self._cancelled:
+                reason, piece = "cancelled", piece + self._flush()
             self.text += piece
             if piece:
                 yield piece
@@ -125,12 +136,15 @@ class Generation:
                 return
             logits = self._step([token], self.cache)
 
-    def _prefill(self) -> np.ndarray:
+    def _prefill(self) -> np.ndarray | None:
+        """Logits of the prompt's last token; None where cancelled on the way there."""
         todo = self.prompt[self.cache.offset :]
         if not todo:
             raise InputError("the cache already holds the whole prompt: trim at least its last token first")
         logits = None
         for begin in range(0, len(todo), self._prefill_step):
+            if self._cancelled:
+                return None
             logits = self._step(todo[begin : begin + self._prefill_step], self.cache)
         self.cache.begin_decode()
         assert logits is not None

@@ -116,17 +116,18 @@ def load(
     window: WindowPolicy | None = None,
     chat_template: str | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
+    notify: Callable[[str], None] = lambda _text: None,
 ) -> Model:
     """Load a model: a folder, a .gguf file, a hub id, or None for the embedded SmolLM2.
 
     ``dtype`` is the compute dtype and that of raw cache rows; "auto" takes float32 on a CPU and the checkpoint's own on
-    a GPU. Raises InputError, ModelError, BackendError or UnsupportedError before any weight is read where a setting
-    cannot be met.
+    a GPU. ``progress(done, total)`` counts layers, ``notify`` hears of a download before it starts. Raises InputError,
+    ModelError, BackendError or UnsupportedError before any weight is read where a setting cannot be met.
     """
     mode = _as_mode(kv_cache_mode)
     loaded = load_backend(backend, device)
     compute = resolve_dtype(dtype)
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, notify)
     compute = compute or loaded.default_dtype or checkpoint.config.dtype
     registry = default_registry(loaded)
     window = window or WindowPolicy()

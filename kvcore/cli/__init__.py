@@ -26,7 +26,7 @@ def run(args: Sequence[str]) -> int:
 
     An error is one line on stderr; ``--debug`` adds the traceback.
     """
-    state = {"debug": bool(os.environ.get("KVCORE_DEBUG"))}
+    state = {"debug": False}  # a command's --debug sets it
     try:
         from kvcore.cli.app import app
 

@@ -75,7 +75,7 @@ def chat(
     window: WindowOptions,
     common: CommonOptions,
 ) -> None:
-    """Talk with a model; its cache is kept from turn to turn.
+    """Talk with a model, keeping its cache.
 
     /reset starts a new conversation, /stats shows the cache, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
     """
@@ -92,21 +92,30 @@ def doctor(
     backend: BackendOptions,
     common: CommonOptions,
 ) -> None:
-    """Show what works here: backends, versions, and the kernel of each mode and operation, with reasons."""
+    """Show what works here, and why.
+
+    Backends, versions, and the kernel that each mode takes for each operation, with the reasons.
+    """
     from kvcore.cli.doctor import doctor as run
 
     run(model, doctor, mode, backend, common)
 
 
 def advise(advise: AdviseOptions, window: WindowOptions, common: CommonOptions) -> None:
-    """Compute what each mode costs: bytes, the largest context, and a floor in time per token. Reads no weights."""
+    """Compute what each cache mode costs.
+
+    Bytes, the largest context that fits, and a floor in time per token. No weights are read.
+    """
     from kvcore.cli.advise import advise as run
 
     run(advise, window, common)
 
 
 def convert(model: ModelOption, convert: ConvertOptions, common: CommonOptions) -> None:
-    """Write a model of any supported format as MLX-quantized or plain safetensors."""
+    """Write a model as safetensors, quantized or not.
+
+    The result is a folder for --model, and for mlx-lm (mlx) or transformers (hf).
+    """
     from kvcore.cli.convert import convert as run
 
     run(model, convert, common)

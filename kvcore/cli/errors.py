@@ -6,7 +6,8 @@ import typer
 
 from kvcore.errors import KvcoreError
 
-# typer re-exports one of click's usage errors; its base class covers them all, also where typer carries its own click.
+# typer re-exports one of click's usage errors; its base class covers them all, also where typer brings its own
+# click.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _OUT_OF_MEMORY = ("out of memory", "unable to allocate", "can't allocate memory", "bad_alloc", "[malloc")
@@ -20,8 +21,8 @@ def explain(error: Exception) -> tuple[str, int]:
         return _usage(error), 2
     if is_out_of_memory(error):
         return (
-            f"out of memory ({_cause(error)}): try a shorter prompt, a smaller --max-tokens or --prefill-step-size, "
-            "a quantized --kv-cache-mode, or a smaller model (kvcore advise shows what fits)"
+            f"out of memory ({_cause(error)}): try a shorter prompt, a smaller --max-tokens or "
+            "--prefill-step-size, a quantized --kv-cache-mode or a smaller model (kvcore advise says what fits)"
         ), 1
     return f"unexpected {type(error).__name__}: {_cause(error)} (run with --debug for the traceback)", 1
 

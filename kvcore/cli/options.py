@@ -36,7 +36,11 @@ class CommonOptions:
 class ModelOption:
     model: Annotated[
         str | None,
-        flag("--model", "Folder, .gguf file or hub id ORG/NAME; without it, the embedded SmolLM2.", metavar="MODEL"),
+        flag(
+            "--model",
+            "Folder, .gguf file or hub id ORG/NAME; without it, the embedded SmolLM2.",
+            metavar="MODEL",
+        ),
     ] = None
 
 
@@ -51,7 +55,8 @@ class ModeOptions:
         str | None, flag("--cache-type-k", "How keys are stored: fp16, int8 or turbo4.", metavar="TYPE")
     ] = None
     cache_type_v: Annotated[
-        str | None, flag("--cache-type-v", "How values are stored: fp16, int8, turbo4 or turbo3.", metavar="TYPE")
+        str | None,
+        flag("--cache-type-v", "How values are stored: fp16, int8, turbo4 or turbo3.", metavar="TYPE"),
     ] = None
     kv_bits: Annotated[
         int | None, flag("--kv-bits", "16 (fp16), 8 (int8), 4 (turbo4) or 3 (turbo3-asym).", metavar="BITS")
@@ -80,7 +85,10 @@ class BackendOptions:
         str, flag("--kernels", "auto, fused (refuse to fall back) or graph.", metavar="POLICY")
     ] = "auto"
     dtype: Annotated[
-        str, flag("--dtype", "Compute dtype and raw cache rows: auto, float32, float16 or bfloat16.", metavar="DTYPE")
+        str,
+        flag(
+            "--dtype", "Compute dtype and raw cache rows: auto, float32, float16 or bfloat16.", metavar="DTYPE"
+        ),
     ] = "auto"
 
 
@@ -88,7 +96,9 @@ class BackendOptions:
 class SamplingOptions:
     max_tokens: Annotated[int, flag("--max-tokens", "Most tokens to generate.")] = 256
     temp: Annotated[float, flag("--temp", "Temperature; 0 takes the likeliest token.")] = 0.0
-    top_p: Annotated[float, flag("--top-p", "Keep the likeliest tokens up to this probability; 1 is off.")] = 1.0
+    top_p: Annotated[float, flag("--top-p", "Keep the likeliest tokens up to this probability; 1 is off.")] = (
+        1.0
+    )
     top_k: Annotated[int, flag("--top-k", "Keep this many tokens; 0 is off.")] = 0
     min_p: Annotated[float, flag("--min-p", "Drop tokens below this share of the best one; 0 is off.")] = 0.0
     repetition_penalty: Annotated[
@@ -97,7 +107,9 @@ class SamplingOptions:
     seed: Annotated[int | None, flag("--seed", "Makes sampling repeatable.")] = None
     stop: Annotated[
         list[str],
-        flag("--stop", "Stop before this text; repeatable.", envvar=None, callback=stop_strings, metavar="TEXT"),
+        flag(
+            "--stop", "Stop before this text; repeatable.", envvar=None, callback=stop_strings, metavar="TEXT"
+        ),
     ] = ()  # type: ignore[assignment]  # typer knows lists only, and a frozen default must not be one
 
 
@@ -106,14 +118,15 @@ class TextOptions:
     system: Annotated[str | None, flag("--system", "System message.", metavar="TEXT")] = None
     raw: Annotated[bool, flag("--raw", "Leave out the chat template: continue the text as it is.")] = False
     chat_template: Annotated[
-        str | None, flag("--chat-template", "Jinja file to use instead of the model's template.", metavar="FILE")
+        str | None,
+        flag("--chat-template", "Jinja file to use instead of the model's template.", metavar="FILE"),
     ] = None
     prefill_step_size: Annotated[
         int, flag("--prefill-step-size", "Prompt tokens that run through the model at once.", min=1)
     ] = 512
-    verbose: Annotated[
-        bool, flag("--verbose", "Show prompt ids, kernel decisions and ignored settings.")
-    ] = False
+    verbose: Annotated[bool, flag("--verbose", "Show prompt ids, kernel decisions and ignored settings.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +140,8 @@ class PromptOption:
 class DoctorOptions:
     head_dim: Annotated[int, flag("--head-dim", "Head size to decide for, without --model.", min=1)] = 128
     markdown: Annotated[
-        bool, flag("--markdown", "Print the capability table of docs/capabilities.md, the same on every machine.")
+        bool,
+        flag("--markdown", "Print the capability table of docs/capabilities.md, the same on every machine."),
     ] = False
 
 
@@ -171,5 +185,6 @@ class ConvertOptions:
         int | None, flag("--q-group-size", "32, 64 or 128 weights per scale; 64.", metavar="SIZE")
     ] = None
     dtype: Annotated[
-        str | None, flag("--dtype", "float32, float16 or bfloat16; without it, the checkpoint's.", metavar="DTYPE")
+        str | None,
+        flag("--dtype", "float32, float16 or bfloat16; without it, the checkpoint's.", metavar="DTYPE"),
     ] = None

@@ -78,7 +78,8 @@ class Layout:
     v_dim: int
 
     def __post_init__(self) -> None:
-        reasons = self.k.reasons_against(self.k_dim) + self.v.reasons_against(self.v_dim)
+        both = self.k.reasons_against(self.k_dim) + self.v.reasons_against(self.v_dim)
+        reasons = list(dict.fromkeys(both))
         if reasons:
             raise UnsupportedError("; ".join(reasons) + " (use fp16 or int8 for this model)", reasons)
 

@@ -97,7 +97,7 @@ def test_levels_are_exact_in_every_dtype_that_may_hold_them(book: Codebook) -> N
     ids=["turbo4", "turbo3"],
 )
 def test_a_codebook_is_near_the_lloyd_max_optimum(book: Codebook, mse: float, above_optimum: float) -> None:
-    """Mean squared error on a unit Gaussian, by integration; the optima are those of Max (1960): 16 and 8 levels."""
+    """Mean squared error on a unit Gaussian, by integration. Optima for 16 and 8 levels: Max (1960)."""
     x = np.linspace(-9, 9, 400_001)
     density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
     back = book.as_array()[np.searchsorted(book.midpoints, x * book.spread)] / book.spread

@@ -25,7 +25,7 @@ def test_signs_differ_by_layer_and_part_and_extend_with_the_width() -> None:
     assert abs(np.concatenate(rows).mean()) < 0.05
 
 
-@pytest.mark.parametrize("dim", (8, 24, 40, *HEAD_DIMS, 160))
+@pytest.mark.parametrize("dim", [8, 24, 40, *HEAD_DIMS, 160])
 def test_the_matrix_is_orthonormal(dim: int) -> None:
     matrix = hadamard_dct(dim).astype(np.float64)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(dim), atol=2e-7 * np.sqrt(dim))

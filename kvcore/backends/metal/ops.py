@@ -36,6 +36,7 @@ class MlxOps:
 
     def asarray(self, x: Any, dtype: str | None = None) -> mx.array:
         if isinstance(x, np.ndarray):
+            x = np.asarray(x, order="C")  # MLX refuses negative strides
             if x.dtype == ml_dtypes.bfloat16:
                 array = mx.array(x.view(np.uint16)).view(mx.bfloat16)
             else:

@@ -1,0 +1,133 @@
+"""Decode attention over pages: the host side of `kernels/decode.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import e, log2, sqrt
+
+import torch
+
+from kvcore.backends.cuda.kernels.decode import attend_splits, combine_splits
+from kvcore.backends.cuda.kernels.fragments import TURBO3_MAGNITUDES, TURBO4_LOW
+from kvcore.layout import Layout
+
+MAX_QUERY_ROWS = 16
+NO_WINDOW = 1 << 30
+_TABLES = {"raw": 0, "int8": 0, "turbo4": TURBO4_LOW, "turbo3": TURBO3_MAGNITUDES}
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """One layer's cache on the device, in the page layout of docs/cuda.md.
+
+    k, v              folded pages: int32 words [pages, Hkv, ...], or the compute dtype for a raw codec
+    k_scale, v_scale  fp16 [pages, Hkv, 128]
+    raw_k, raw_v      raw pages [raw pages, Hkv, 128, D]: sinks, the raw tail, everything in fp16 mode
+    table, raw_table  int32 [sequences, pages]: page numbers of a sequence's folded pages and of its raw tail
+    sink_page, sinks, folded, length   int32 [sequences]: the raw page of the sinks and how many it holds, folded rows,
+                                       all rows (the raw tail is length - folded)
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+    raw_k: torch.Tensor
+    raw_v: torch.Tensor
+    table: torch.Tensor
+    raw_table: torch.Tensor
+    sink_page: torch.Tensor
+    sinks: torch.Tensor
+    folded: torch.Tensor
+    length: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Launch parameters: warps of a program, 16-token tiles of a warp for folded pages (``tiles``) and for raw rows,
+    programs per (sequence, KV head) for each, and tile columns."""
+
+    warps: int
+    tiles: int
+    raw_tiles: int
+    splits: int
+    raw_splits: int
+    columns: int
+
+
+def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> LaunchConfig:
+    """From the number of (sequence, KV head) rows and query columns; measured on an H200, see docs/performance.md.
+
+    Register pressure decides: an accumulator holds D / 16 · columns / 8 fragments, a tile of K and V as much again.
+    """
+    wide = layout.k_dim > 128 or columns > 8
+    raw_bytes = (not layout.k.quantized) + (not layout.v.quantized)
+    if raw_bytes == 2:
+        warps, tiles, resident = 4, 1, 3
+    elif raw_bytes == 1:
+        warps, tiles, resident = 2, 1 if wide else 2, 3
+    else:
+        warps, tiles, resident = (1, 1, 8) if wide else (2, 4, 4) if rows >= 64 else (1, 4, 8)
+    total = max(1, processors * resident // rows)
+    if raw_bytes == 2:
+        return LaunchConfig(warps, 1, 1, 0, total, min(16, max(8, columns)))
+    raw_splits = min(4, total)
+    return LaunchConfig(warps, tiles, 1, total, raw_splits, min(16, max(8, columns)))
+
+
+def attend_pages(
+    q: torch.Tensor,
+    q_rotated: torch.Tensor,
+    pages: Pages,
+    layout: Layout,
+    *,
+    query_rows: int = 1,
+    v_rotation: torch.Tensor | None,
+    scale: float | None = None,
+    window: int | None = None,
+    config: LaunchConfig | None = None,
+) -> torch.Tensor:
+    """Attention of the newest n rows' queries over a paged cache.
+
+    q          [sequences, Hkv, n · group, D] in the raw rows' dtype: query row major, then the head of the group
+    q_rotated  the same after R_K, fp16 (q itself where K is not rotated)
+    v_rotation R_V float32 [D, D], None where V is not rotated
+    Returns [sequences, Hkv, n · group, D] in q's dtype. Enqueues two launches and never waits for the device.
+    """
+    sequences, kv_heads, columns, dim = q.shape
+    rows = sequences * kv_heads
+    group = columns // query_rows
+    config = config or choose_config(layout, rows, columns, _processors(q.device))
+    splits = config.raw_splits + config.splits
+    blocks = -(-columns // config.columns)
+    partial = torch.empty(rows * blocks * splits, config.columns, dim, device=q.device, dtype=torch.float32)
+    peak = torch.empty(rows * blocks * splits, config.columns, device=q.device, dtype=torch.float32)
+    total = torch.empty_like(peak)
+    out = torch.empty_like(q)
+    attend_splits[(rows * blocks, splits)](
+        q_rotated, q, pages.k, pages.v, pages.k_scale, pages.v_scale, pages.raw_k, pages.raw_v,
+        pages.table, pages.raw_table, pages.sink_page, pages.sinks, pages.folded, pages.length, partial, peak, total,
+        (scale or 1 / sqrt(dim)) * log2(e), pages.table.shape[1], pages.raw_table.shape[1],
+        window or NO_WINDOW, _TABLES[layout.k.name], _TABLES[layout.v.name],
+        KC=layout.k.name, VC=layout.v.name, D=dim, HKV=kv_heads, GROUP=group, COLUMNS=columns, NP=config.columns,
+        W=config.warps, MT=config.tiles, RAW_MT=config.raw_tiles, RAW_SPLITS=config.raw_splits,
+        CAUSAL=query_rows > 1 or window is not None, HARDWARE=_converts_fp8(q.device), num_warps=config.warps,
+    )  # fmt: skip
+    combine_splits[(rows * columns,)](
+        partial, peak, total, v_rotation if v_rotation is not None else peak, out, splits,
+        COLUMNS=columns, NP=config.columns, D=dim, DP=1 << (dim - 1).bit_length(), RAW_SPLITS=config.raw_splits,
+        ROTATED=v_rotation is not None, CHUNK=32, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+@lru_cache(maxsize=8)
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache(maxsize=8)
+def _converts_fp8(device: torch.device) -> bool:
+    """Whether the GPU converts e4m3 to fp16 in one instruction."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,82 @@
+"""Gluon, or its meaning in Triton's interpreter.
+
+The kernels are written in Gluon: Triton with explicit register layouts. The interpreter has no registers, so there a
+layout is nothing, a conversion between layouts is the identity and a matrix product is a product. With
+TRITON_INTERPRET=1 this module provides exactly that, and the same kernel bodies run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gluon_language
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+
+
+class _Interpreted:
+    """`gluon.language` for the interpreter: layout arguments fall away, the rest is `triton.language`.
+
+    Names are looked up at each use, because the interpreter replaces Triton's builtins while a kernel runs.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tl, name)
+
+    @staticmethod
+    def arange(start: int, end: int, layout: Any = None) -> Any:
+        return tl.arange(start, end)
+
+    @staticmethod
+    def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
+        return tl.full(shape, value, dtype)
+
+    @staticmethod
+    def zeros(shape: Any, dtype: Any, layout: Any = None) -> Any:
+        return tl.full(shape, 0, dtype)
+
+    @staticmethod
+    def convert_layout(value: Any, layout: Any, assert_trivial: bool = False) -> Any:
+        return value
+
+    @staticmethod
+    def _no_layout(*_: Any) -> None:
+        return None
+
+    SliceLayout = NVMMADistributedLayout = DotOperandLayout = DistributedLinearLayout = _no_layout
+
+
+def _interpreted_mma(a: Any, b: Any, acc: Any) -> Any:
+    return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+
+
+def _interpreted_bound(x: Any) -> int:
+    return int(x.handle.data.reshape(-1)[0])
+
+
+@gluon.jit
+def _bound(x):  # type: ignore[no-untyped-def]
+    return x
+
+
+gl: Any
+jit: Any
+mma: Any
+# A loop bound that is a scalar on the device: the interpreter's own conversion fails with NumPy 2.4 and newer.
+loop_bound: Any
+if INTERPRET.value:
+    gl, jit, mma, loop_bound = _Interpreted(), triton.jit, _interpreted_mma, _interpreted_bound
+else:
+    gl, jit, mma, loop_bound = gluon_language, gluon.jit, mma_v2, _bound
+
+
+def constexpr_function(fn: Any) -> Any:
+    """A host function that a kernel calls while it is compiled, on plain Python values."""
+    if not INTERPRET.value:
+        return gluon.constexpr_function(fn)
+    return lambda *args: fn(*(x.value if isinstance(x, tl.constexpr) else x for x in args))

@@ -1,0 +1,66 @@
+"""`kvcore generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+
+from kvcore.cli.prompt import read_prompt
+from kvcore.cli.result import Result
+from kvcore.cli.session import Settings, choose_mode, load_model, uses_template
+from kvcore.cli.terminal import note
+from kvcore.errors import InputError
+from kvcore.generate import Generation
+from kvcore.runtime import Model
+
+
+def generate(prompt: str | None, settings: Settings) -> None:
+    """Answer ``prompt``. Whatever can be checked before the model is loaded is checked before."""
+    params = settings.sampling_params()
+    choice = choose_mode(settings.mode)
+    text = read_prompt(prompt)
+    raw, system = settings.text.raw, settings.text.system
+    if not text and not raw:
+        raise InputError("the prompt is empty: give some text with --prompt")
+    if raw and system is not None:
+        raise InputError("--system needs the chat template, which --raw leaves out: drop one of the two")
+    model = load_model(settings, choice.mode)
+    ids = prompt_ids(model, text, system, raw=not uses_template(model, raw))
+    generation = model.generate(ids, params, prefill_step=settings.text.prefill_step_size)
+    if settings.text.verbose:
+        explain(settings, generation)
+    stream(generation, quiet=settings.common.json)
+    result = Result(model, generation, choice.requested)
+    if settings.common.json:
+        print(json.dumps(result.to_dict(), ensure_ascii=False), flush=True)
+    for line in result.lines():
+        note(line)
+
+
+def prompt_ids(model: Model, text: str, system: str | None, *, raw: bool) -> list[int]:
+    """Token ids of one user message, after the system message if there is one."""
+    if raw and system is not None:
+        raise InputError(
+            f"--system needs a chat template, and {model.name} has none: give --chat-template FILE"
+        )
+    if raw:
+        return model.encode(text, raw=True)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return model.encode([*messages, {"role": "user", "content": text}])
+
+
+def stream(generation: Generation, *, quiet: bool) -> None:
+    """Run to the end, showing text as it comes unless ``quiet``."""
+    for piece in generation:
+        if not quiet:
+            print(piece, end="", flush=True)
+    if not quiet and not generation.text.endswith("\n"):
+        print(flush=True)
+
+
+def explain(settings: Settings, generation: Generation) -> None:
+    """What --verbose adds, on stderr."""
+    note(f"prompt ids: {list(generation.prompt)}")
+    for decision in generation.cache.decisions:
+        note(decision.explain())
+    for text in settings.ignored(generation.cache.mode):
+        note(f"ignored: {text}")

@@ -1,0 +1,143 @@
+"""Any order of appends, commits and trims, against a plain list that knows what each row should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from oracle import attend, decoded, exact_attention, gaussian, new_cache, relative_error
+
+from kvcore.backends import Backend, load_backend
+from kvcore.layout import WindowPolicy
+from kvcore.modes import MODES
+
+DIM = 16
+# The largest ‖decoded - row‖ / ‖row‖ that a codec may leave; a wrong row is at √2.
+FAR = {"raw": 0.0, "int8": 0.02, "turbo4": 0.3, "turbo3": 0.5}
+
+
+class Lifecycle(RuleBasedStateMachine):
+    """``rows`` is the model: every live token's K and V. The first ``folded`` are in pages, of which the first
+    ``sinks`` are raw as well."""
+
+    backend: Backend
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[np.ndarray, np.ndarray]] = []
+        self.folded = self.sinks = self.pending = self.made = 0
+
+    @initialize(
+        mode=st.sampled_from(sorted(MODES)),
+        page=st.sampled_from([4, 8]),
+        recent=st.sampled_from([0, 3, 8]),
+        sinks=st.integers(0, 4),
+    )
+    def create(self, mode: str, page: int, recent: int, sinks: int) -> None:
+        self.window = WindowPolicy(sinks, recent, page)
+        self.mode = MODES[mode]
+        self.folding = self.mode.quantized and not self.mode.delegated
+        shape: dict[str, Any] = {"heads": (2, 1), "dim": DIM, "layers": 2, "batch": 2, "window": self.window}
+        self.cache = new_cache(self.backend, mode, **shape)
+
+    @rule(count=st.integers(1, 20))
+    def append(self, count: int) -> None:
+        self.made += 1
+        k, v = (gaussian(2, 1, count, DIM, seed=2 * self.made + part) for part in range(2))
+        for layer in self.cache.layers:
+            layer.append(self.backend.ops.asarray(k), self.backend.ops.asarray(v))
+        self.rows += [(k[:, :, i], v[:, :, i]) for i in range(count)]
+        self.pending += count
+
+    def fold(self) -> None:
+        while (
+            self.folding and len(self.rows) - self.folded >= self.window.recent_tokens + self.window.page_size
+        ):
+            self.folded += self.window.page_size
+            self.sinks = self.window.sink_tokens
+        self.pending = 0
+
+    @rule()
+    def commit(self) -> None:
+        self.cache.commit()
+        self.fold()
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def accept(self, data: st.DataObject) -> None:
+        accepted = data.draw(st.integers(0, self.pending))
+        self.cache.commit(accepted, self.pending)
+        self.rows = self.rows[: len(self.rows) - (self.pending - accepted)]
+        self.fold()
+
+    @rule(share=st.floats(0, 1))
+    def trim(self, share: float) -> None:
+        count = int(share * len(self.rows))
+        self.cache.trim(count)
+        self.rows = self.rows[: len(self.rows) - count]
+        self.folded = min(self.folded, len(self.rows))
+        self.sinks = min(self.sinks, self.folded)
+        self.pending = max(0, self.pending - count)
+
+    @rule()
+    def begin_decode(self) -> None:
+        self.cache.begin_decode()
+        if self.mode.delegated and not self.folding:
+            self.folding = True
+            self.fold()
+
+    @rule(count=st.integers(1, 3))
+    def attend(self, count: int) -> None:
+        if count > len(self.rows):
+            return
+        layer, q = self.cache.layers[1], gaussian(2, 2, count, DIM)
+        out, want = attend(self.backend, layer, q, 0.25), exact_attention(self.backend, layer, q, 0.25)
+        assert relative_error(out, want) <= 1e-5
+
+    @invariant()
+    def regions_are_those_of_the_model(self) -> None:
+        assert self.cache.offset == len(self.rows)
+        for layer in self.cache.layers:
+            assert (layer.rows_sinks, layer.rows_folded) == (self.sinks, self.folded)
+        raw = (self.sinks + len(self.rows) - self.folded) * 2 * DIM * 4
+        pages = self.folded * self.mode.layout(DIM).bytes_per_token("float32")
+        assert self.cache.stats().kv_bytes == 2 * 2 * (raw + pages)
+
+    @invariant()
+    def every_row_is_where_and_what_it_should_be(self) -> None:
+        if not self.rows:
+            return
+        stored = decoded(self.backend.ops, self.cache.layers[1])
+        for part, codec, got in zip(range(2), (self.mode.k, self.mode.v), stored, strict=True):
+            want = np.stack([row[part] for row in self.rows], 2)
+            error = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
+            assert error[:, :, : self.sinks].max(initial=0) == 0
+            assert error[:, :, self.sinks : self.folded].max(initial=0) <= FAR[codec]
+            assert error[:, :, self.folded :].max(initial=0) == 0
+
+
+def run(backend: Backend, examples: int) -> None:
+    machine = type("Machine", (Lifecycle,), {"backend": backend})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None)
+    )
+
+
+def test_any_history_leaves_the_rows_that_a_list_would_hold(backend: Backend) -> None:
+    run(backend, 120 if backend.name == "reference" else 15)
+
+
+@pytest.mark.full
+def test_many_histories_leave_the_rows_that_a_list_would_hold() -> None:
+    run(load_backend("reference"), 2000)

@@ -149,9 +149,7 @@ def _cost(plan: Plan, mode: Mode, raw: int) -> ModeCost:
     seconds = (plan.streamed_bytes + plan.batch * live) / plan.bandwidth
     return ModeCost(
         mode=mode.name,
-        bytes_per_token=_over_layers(
-            plan, layout.bytes_per_token(plan.dtype), layout.raw_bytes_per_token(plan.dtype)
-        ),
+        bytes_per_token=_over_layers(plan, layout.bytes_per_token(plan.dtype), layout.raw_bytes_per_token(plan.dtype)),
         kv_bytes=live,
         fp16_ratio=raw / live,
         largest_context=None if plan.memory is None else largest_context(plan, mode),

@@ -96,7 +96,8 @@ class Model:
     def _step(self, ids: Sequence[int], cache: Cache) -> np.ndarray:
         logits = self.forward(np.asarray(ids, np.int32)[None], cache)
         self.backend.ops.evaluate(*cache.arrays())
-        return logits[0, -1]
+        last: np.ndarray = logits[0, -1]
+        return last
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         bad = next((i for i in ids if not 0 <= i < self.config.vocab_size), None)

@@ -93,7 +93,8 @@ def _from_config(path: Path, name: str) -> Source:
     if fields.get("quantization") is None:
         return Source(name, ModelShape.from_config(config), 8 * ITEMSIZE[config.dtype])
     block = Fields(fields.block("quantization"), f"{path}: quantization")
-    return Source(name, ModelShape.from_config(config), block.count("bits") + 32 / block.count("group_size"))
+    scales = 2 * 8 * ITEMSIZE[config.dtype] / block.count("group_size")  # a scale and a bias per group
+    return Source(name, ModelShape.from_config(config), block.count("bits") + scales)
 
 
 def _from_gguf(path: Path) -> Source:
@@ -198,15 +199,11 @@ def _remarks(plan: Plan) -> list[str]:
         "MiB and tok/s count the raw rows of the window exactly; bytes/token is what a token adds beyond it.",
     ]
     if plan.memory is not None:
-        remarks.append(
-            "The largest context is per sequence, beside the weights; working memory is not counted."
-        )
+        remarks.append("The largest context is per sequence, beside the weights; working memory is not counted.")
         if plan.memory < plan.weight_bytes:
             remarks.append("The memory does not hold the weights.")
     for mode in MODES.values():
-        remarks += [
-            f"{mode.name} is not possible: {reason}" for reason in dict.fromkeys(unsupported(plan.shape, mode))
-        ]
+        remarks += [f"{mode.name} is not possible: {reason}" for reason in dict.fromkeys(unsupported(plan.shape, mode))]
     return remarks
 
 
@@ -217,8 +214,6 @@ def _report(source: Source, plan: Plan, costs: list[ModeCost]) -> dict[str, Any]
         "weight_bytes": round(plan.weight_bytes),
         "streamed_bytes": round(plan.streamed_bytes),
         "modes": [asdict(cost) for cost in costs],
-        "impossible": {
-            mode.name: reasons for mode in MODES.values() if (reasons := unsupported(plan.shape, mode))
-        },
+        "impossible": {mode.name: reasons for mode in MODES.values() if (reasons := unsupported(plan.shape, mode))},
         "note": FLOOR,
     }

@@ -25,9 +25,7 @@ def capability_table(own: Mapping[str, Sequence[Kernel]] | None = None) -> str:
         known = sorted((*kernels.get(backend, ()), *GRAPH_KERNELS), key=lambda kernel: kernel.kind != "fused")
         for mode in MODES.values():
             for op in OPS:
-                cell = "<br>".join(
-                    _cell(kernel, mode) for kernel in known if kernel.op == op and _takes(kernel, mode)
-                )
+                cell = "<br>".join(_cell(kernel, mode) for kernel in known if kernel.op == op and _takes(kernel, mode))
                 lines.append(f"| {backend} | {mode.name} | {op} | {cell or 'none'} |")
     return "\n".join(lines) + "\n"
 

@@ -53,9 +53,7 @@ def _default(field: Field[Any]) -> Any:
     return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
-def _present(
-    invoke: Callable[..., None], function: Callable[..., None], parameters: list[inspect.Parameter]
-) -> None:
+def _present(invoke: Callable[..., None], function: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
     """Give ``invoke`` the flat signature that typer reads, and the function's name and text."""
     invoke.__name__, invoke.__doc__ = function.__name__, function.__doc__
     invoke.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

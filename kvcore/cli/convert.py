@@ -54,9 +54,7 @@ def _checked(options: ConvertOptions) -> Path:
     if options.to not in FORMATS:
         raise InputError(f"unknown format '{options.to}': choose one of {', '.join(FORMATS)}")
     if options.to == "hf" and (options.q_bits is not None or options.q_group_size is not None):
-        raise InputError(
-            "--to hf writes plain safetensors: leave out --q-bits and --q-group-size, or use --to mlx"
-        )
+        raise InputError("--to hf writes plain safetensors: leave out --q-bits and --q-group-size, or use --to mlx")
     return Path(options.out).expanduser()
 
 

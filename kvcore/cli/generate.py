@@ -39,9 +39,7 @@ def generate(prompt: str | None, settings: Settings) -> None:
 def prompt_ids(model: Model, text: str, system: str | None, *, raw: bool) -> list[int]:
     """Token ids of one user message, after the system message if there is one."""
     if raw and system is not None:
-        raise InputError(
-            f"--system needs a chat template, and {model.name} has none: give --chat-template FILE"
-        )
+        raise InputError(f"--system needs a chat template, and {model.name} has none: give --chat-template FILE")
     if raw:
         return model.encode(text, raw=True)
     messages = [] if system is None else [{"role": "system", "content": system}]

@@ -81,14 +81,10 @@ class BackendOptions:
     device: Annotated[
         str | None, flag("--device", "Device of the backend: cpu, gpu, cuda or cuda:N.", metavar="DEVICE")
     ] = None
-    kernels: Annotated[
-        str, flag("--kernels", "auto, fused (refuse to fall back) or graph.", metavar="POLICY")
-    ] = "auto"
+    kernels: Annotated[str, flag("--kernels", "auto, fused (refuse to fall back) or graph.", metavar="POLICY")] = "auto"
     dtype: Annotated[
         str,
-        flag(
-            "--dtype", "Compute dtype and raw cache rows: auto, float32, float16 or bfloat16.", metavar="DTYPE"
-        ),
+        flag("--dtype", "Compute dtype and raw cache rows: auto, float32, float16 or bfloat16.", metavar="DTYPE"),
     ] = "auto"
 
 
@@ -96,9 +92,7 @@ class BackendOptions:
 class SamplingOptions:
     max_tokens: Annotated[int, flag("--max-tokens", "Most tokens to generate.")] = 256
     temp: Annotated[float, flag("--temp", "Temperature; 0 takes the likeliest token.")] = 0.0
-    top_p: Annotated[float, flag("--top-p", "Keep the likeliest tokens up to this probability; 1 is off.")] = (
-        1.0
-    )
+    top_p: Annotated[float, flag("--top-p", "Keep the likeliest tokens up to this probability; 1 is off.")] = 1.0
     top_k: Annotated[int, flag("--top-k", "Keep this many tokens; 0 is off.")] = 0
     min_p: Annotated[float, flag("--min-p", "Drop tokens below this share of the best one; 0 is off.")] = 0.0
     repetition_penalty: Annotated[
@@ -107,9 +101,7 @@ class SamplingOptions:
     seed: Annotated[int | None, flag("--seed", "Makes sampling repeatable.")] = None
     stop: Annotated[
         list[str],
-        flag(
-            "--stop", "Stop before this text; repeatable.", envvar=None, callback=stop_strings, metavar="TEXT"
-        ),
+        flag("--stop", "Stop before this text; repeatable.", envvar=None, callback=stop_strings, metavar="TEXT"),
     ] = ()  # type: ignore[assignment]  # typer knows lists only, and a frozen default must not be one
 
 
@@ -124,16 +116,12 @@ class TextOptions:
     prefill_step_size: Annotated[
         int, flag("--prefill-step-size", "Prompt tokens that run through the model at once.", min=1)
     ] = 512
-    verbose: Annotated[bool, flag("--verbose", "Show prompt ids, kernel decisions and ignored settings.")] = (
-        False
-    )
+    verbose: Annotated[bool, flag("--verbose", "Show prompt ids, kernel decisions and ignored settings.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOption:
-    prompt: Annotated[
-        str | None, flag("--prompt", "Text to answer; - reads standard input.", metavar="TEXT")
-    ] = None
+    prompt: Annotated[str | None, flag("--prompt", "Text to answer; - reads standard input.", metavar="TEXT")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +147,9 @@ class AdviseOptions:
         str | None, flag("--context", "Tokens, such as 32768 or 32k; without it, all that the model holds.")
     ] = None
     batch: Annotated[int, flag("--batch", "Sequences at a time.", min=1)] = 1
-    memory: Annotated[
-        str | None, flag("--memory", "Memory for weights and cache, such as 24GiB.", metavar="SIZE")
-    ] = None
+    memory: Annotated[str | None, flag("--memory", "Memory for weights and cache, such as 24GiB.", metavar="SIZE")] = (
+        None
+    )
     weight_bits: Annotated[
         float | None, flag("--weight-bits", "Bits per weight; 8 or less counts scales too.", metavar="BITS")
     ] = None

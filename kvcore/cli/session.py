@@ -59,9 +59,7 @@ class Settings:
     def ignored(self, mode: Mode) -> list[str]:
         """Settings that have no effect beside the others."""
         sampling, window = SamplingOptions(), WindowOptions()
-        changed = [
-            f"--{f.name.replace('_', '-')}" for f in fields(window) if _differs(f.name, self.window, window)
-        ]
+        changed = [f"--{f.name.replace('_', '-')}" for f in fields(window) if _differs(f.name, self.window, window)]
         said = []
         if changed and not mode.quantized:
             said.append(f"{', '.join(changed)}: no effect in mode {mode.name}, where every row stays raw")

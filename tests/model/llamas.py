@@ -22,7 +22,7 @@ from kvcore.modes import MODES
 QUANTIZED = [name for name, mode in MODES.items() if mode.quantized]
 SMALL = WindowPolicy(recent_tokens=32, page_size=32)
 BARE = WindowPolicy(sink_tokens=0, recent_tokens=0, page_size=32)
-BITS_OF_FOLDED_ROW = {  # bytes of one folded token and KV head at D = 64 with float32 raw rows, counted by hand
+FOLDED_ROW_BYTES = {  # bytes of one folded token and KV head at D = 64 with float32 raw rows, counted by hand
     "fp16": 512,
     "int8": 2 * (64 + 2),
     "int8-turbo4": (64 + 2) + (32 + 2),
@@ -47,14 +47,14 @@ def tiny_folder(folder: Path, **settings: Any) -> Path:
 
 def tiny_gguf(folder: Path, **settings: Any) -> Path:
     """The same as a GGUF file."""
-    tokens = ["<s>", "</s>", *(f"t{i}" for i in range(settings.get("vocab", 256) - 2))]
+    tokens = ["<pad>", "<s>", "</s>", "t", "tt", *(f"t{i}" for i in range(settings.get("vocab", 256) - 5))]
 
     def tokenizer(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
         writer.add_token_list(tokens)
         writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
-        writer.add_token_merges(["t 1"])
+        writer.add_token_merges(["t t"])
 
     folder.mkdir(parents=True, exist_ok=True)
     return write_tiny_gguf(folder / "tiny.gguf", metadata=tokenizer, **settings)

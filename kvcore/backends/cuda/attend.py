@@ -87,13 +87,14 @@ def attend_pages(
     scale: float | None = None,
     window: int | None = None,
     config: LaunchConfig | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Attention of the newest n rows' queries over a paged cache.
 
     q          [sequences, Hkv, n · group, D] in the raw rows' dtype: query row major, then the head of the group
     q_rotated  the same after R_K, fp16 (q itself where K is not rotated)
     v_rotation R_V float32 [D, D], None where V is not rotated
-    Returns [sequences, Hkv, n · group, D] in q's dtype. Enqueues two launches and never waits for the device.
+    Returns [sequences, Hkv, n · group, D] in ``out_dtype``, by default q's. Enqueues two launches and never waits for the device.
     """
     sequences, kv_heads, columns, dim = q.shape
     rows = sequences * kv_heads
@@ -104,7 +105,7 @@ def attend_pages(
     partial = torch.empty(rows * blocks * splits, config.columns, dim, device=q.device, dtype=torch.float32)
     peak = torch.empty(rows * blocks * splits, config.columns, device=q.device, dtype=torch.float32)
     total = torch.empty_like(peak)
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, dtype=out_dtype)
     attend_splits[(rows * blocks, splits)](
         q_rotated, q, pages.k, pages.v, pages.k_scale, pages.v_scale, pages.raw_k, pages.raw_v,
         pages.table, pages.raw_table, pages.sink_page, pages.sinks, pages.folded, pages.length, partial, peak, total,

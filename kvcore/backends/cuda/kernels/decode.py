@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcore.backends.cuda.kernels.gl import gl, jit, loop_bound, mma
+from kvcore.backends.cuda.kernels.gl import INTERPRET, gl, jit, loop_bound, mma
 from kvcore.backends.cuda.kernels.tiles import (
     PAGE,
     k_dimension,
@@ -28,6 +28,8 @@ from kvcore.backends.cuda.kernels.tiles import (
 )
 
 LOWEST = tl.constexpr(-1e30)
+# What pages unpack to; the interpreter keeps float32, so that its results can be compared closely.
+UNPACKED = tl.constexpr(tl.float32 if INTERPRET.value else tl.float16)
 SMALLEST_SCALE = tl.constexpr(2.0**-24)  # the smallest fp16 number
 
 
@@ -148,7 +150,7 @@ def _stream(  # type: ignore[no-untyped-def]
             shrink = shrink * ratio[:, None]
             unit = new_unit
         acc = acc * shrink[:, None, :]
-        probabilities = p_operand(p.to(q.dtype), b_layout, W, MT, NP)
+        probabilities = p_operand(p.to(v_now.dtype if VC == "raw" else UNPACKED), b_layout, W, MT, NP)
         acc = mma(v_operand(v_now, signs_now, v_table, a_layout, VC, D, W, MT, HARDWARE), probabilities, acc)
 
     top = gl.max(m, 0)

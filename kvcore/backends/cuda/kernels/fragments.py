@@ -11,12 +11,9 @@ stored index) that it stands for.
 
 from __future__ import annotations
 
-from typing import Any
-
-import triton
 import triton.language as tl
 
-from kvcore.backends.cuda.kernels.gl import INTERPRET, constexpr_function, gl, jit
+from kvcore.backends.cuda.kernels.gl import INTERPRET, gl, jit
 
 # Magnitudes of turbo4 as e4m3 bytes: 1.125, 3.25, 5.5, 8 | 11, 14, 18, 24; of turbo3: 3, 9, 16, 26.
 TURBO4_LOW, TURBO4_HIGH = 0x504B4539, 0x5C595653

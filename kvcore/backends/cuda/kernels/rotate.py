@@ -53,5 +53,5 @@ def rotate(x, y, MATRIX, col, first: tl.constexpr, last: tl.constexpr, D: tl.con
         if INTERPRET:
             y = tl.dot(x.to(tl.float32), matrix.to(tl.float32), y, input_precision="ieee")
         else:
-            y = tl.dot(x, matrix, y, input_precision="ieee")
+            y = tl.dot(x, matrix, y, input_precision="tf32x3")
     return y

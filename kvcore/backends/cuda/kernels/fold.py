@@ -1,0 +1,205 @@
+"""Folding: complete raw pages become native pages, for every layer, sequence and KV head in one launch.
+
+Whether a page folds is decided on the device: programs of sequences that do not cross a page boundary return at once,
+so that the launch can stand in the CUDA graph of every step. Quantization is that of `kvcore.modes`, the stored form
+that of `native.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcore.backends.cuda.kernels.pack import store_int8, store_scale, store_turbo
+from kvcore.backends.cuda.kernels.quantize import finite_rows, int8_codes, nearest_level, power_of_two_under
+from kvcore.backends.cuda.kernels.rotate import rotate, rotation_matrices
+from kvcore.backends.cuda.native import PAGE, NativeLayout, code_bits, mtile_group
+from kvcore.layout import Codec
+
+PAGE_TOKENS = tl.constexpr(PAGE)
+FP16_MAX = tl.constexpr(65504.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldPart:
+    """What a kernel is compiled for: K or V of one layout. ``bits`` of a code, 16 for rows that stay raw.
+
+    ``rows`` of ``padded`` head size are held in registers at a time, 64 elements a thread; ``columns`` output
+    coordinates are rotated at a time, which bounds shared memory (float32 needs twice as much of both).
+    ``group``: `native.mtile_group`, 0 for K.
+    """
+
+    bits: int
+    head_dim: int
+    group: int
+    terms: int
+    spread: float
+    rows: int
+    padded: int
+    columns: int
+
+    @classmethod
+    def create(cls, codec: Codec, part: str, head_dim: int, matrix: Tensor | None) -> FoldPart:
+        padded = triton.next_power_of_2(head_dim)
+        wide = 2 if matrix is not None and matrix.dtype == torch.float32 else 1
+        return cls(
+            bits=code_bits(codec) if codec.quantized else 16,
+            head_dim=head_dim,
+            group=mtile_group(codec.name, head_dim) if part == "v" else 0,
+            terms=1 if matrix is None else matrix.shape[1],
+            spread=0.0 if codec.codebook is None else codec.codebook.spread,
+            rows=min(PAGE, 8192 // wide // padded),
+            padded=padded,
+            columns=min(64 // wide, padded),
+        )
+
+
+@triton.jit
+def _fold_turbo(WORDS, SCALE, MATRIX, rows, token, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    D: tl.constexpr = PART.head_dim
+    COLUMNS: tl.constexpr = PART.columns
+    x, whole = finite_rows(rows.to(tl.float32))
+    # A power of two keeps squares and rotated sums in range, and 16-bit rows exact.
+    inverse = power_of_two_under(tl.max(tl.abs(x), 1))
+    unit = x * inverse[:, None]
+    norm = tl.sqrt_rn(tl.sum(unit * unit, 1))
+    factor = tl.div_rn(norm * 0 + PART.spread, tl.where(norm == 0, 1.0, norm))
+    squares = norm * 0
+    for column in range(0, D, COLUMNS):
+        y = tl.zeros([rows.shape[0], COLUMNS], tl.float32)
+        y = rotate(unit.to(rows.dtype), y, MATRIX, column, 0, D, D, PART.terms)
+        magnitude, sign, square = nearest_level(y * factor[:, None], PART.bits)
+        inside = (column + tl.arange(0, COLUMNS) < D)[None, :]
+        squares += tl.sum(tl.where(inside, square, 0.0), 1)
+        # Index 0, the most negative level, marks rows that were not finite.
+        magnitude = tl.where(whole[:, None], magnitude, (1 << PART.bits - 1) - 1)
+        sign = tl.where(whole[:, None], sign, 1)
+        store_turbo(WORDS, magnitude, sign, token, column, PART.bits, PART.group, D)
+    scale = tl.div_rn(norm, tl.sqrt_rn(squares) * inverse)
+    store_scale(SCALE, tl.minimum(scale, FP16_MAX).to(tl.float16), token)
+
+
+@triton.jit
+def _fold_int8(WORDS, SCALE, rows, token, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    x, whole = finite_rows(rows.to(tl.float32))
+    codes, scale = int8_codes(x)
+    store_int8(WORDS, codes + 128, token, PART.group, PART.head_dim)
+    store_scale(SCALE, tl.where(whole, scale, 0.0).to(tl.float16), token)
+
+
+@triton.jit
+def _fold_part(RAW, OUT, SCALE, MATRIX, layer, source, target, raw_layer, out_layer, scale_layer, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One page of K or V; source and target count (page, KV head) rows of a layer."""
+    D: tl.constexpr = PART.head_dim
+    ROWS: tl.constexpr = PART.rows
+    SIZE: tl.constexpr = PAGE_TOKENS * D
+    RAW += layer * raw_layer + source * SIZE
+    OUT += layer * out_layer
+    SCALE += layer * scale_layer + target * PAGE_TOKENS
+    MATRIX += layer * (PART.terms * D * D)
+    d = tl.arange(0, PART.padded)
+    for token in range(0, PAGE_TOKENS, ROWS):
+        t = token + tl.arange(0, ROWS)
+        at = t[:, None] * D + d[None, :]
+        inside = (t >= 0)[:, None] & (d < D)[None, :]
+        rows = tl.load(RAW + at, mask=inside, other=0.0)
+        if PART.bits == 16:
+            tl.store(OUT + target * SIZE + at, rows, mask=inside)
+        else:
+            words = OUT + target * (SIZE * PART.bits // 32)
+            if PART.bits == 8:
+                _fold_int8(words, SCALE, rows, token, PART)
+            else:
+                _fold_turbo(words, SCALE, MATRIX, rows, token, PART)
+
+
+@triton.jit(do_not_specialize=["recent"])
+def fold_kernel(  # type: ignore[no-untyped-def]
+    RAW_K, RAW_V, K, V, K_SCALE, V_SCALE, K_MATRIX, V_MATRIX, RAW_TABLE, TABLE, LENGTHS, FOLDED,
+    raw_k_layer, raw_v_layer, k_layer, v_layer, k_scale_layer, v_scale_layer, raw_stride, stride, recent,
+    HKV: tl.constexpr, K_PART: tl.constexpr, V_PART: tl.constexpr,
+):  # fmt: skip
+    """Grid (layers · Hkv, pages, sequences): the page-th oldest raw page of each sequence, if it is due."""
+    page, seq = tl.program_id(1), tl.program_id(2)
+    folded = tl.load(FOLDED + seq)
+    if tl.load(LENGTHS + seq) - folded < recent + (page + 1) * PAGE_TOKENS:
+        return
+    h = tl.program_id(0) % HKV
+    layer = (tl.program_id(0) // HKV).to(tl.int64)
+    source = tl.load(RAW_TABLE + seq * raw_stride + page).to(tl.int64) * HKV + h
+    target = tl.load(TABLE + seq * stride + folded // PAGE_TOKENS + page).to(tl.int64) * HKV + h
+    _fold_part(RAW_K, K, K_SCALE, K_MATRIX, layer, source, target, raw_k_layer, k_layer, k_scale_layer, K_PART)
+    _fold_part(RAW_V, V, V_SCALE, V_MATRIX, layer, source, target, raw_v_layer, v_layer, v_scale_layer, V_PART)
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """The fold of one model, ready to launch: [layers, terms, D, D] rotations where K or V is a turbo codec."""
+
+    k: FoldPart
+    v: FoldPart
+    k_matrix: Tensor | None
+    v_matrix: Tensor | None
+
+    @classmethod
+    def create(cls, native: NativeLayout, layers: int, device: str) -> Fold:
+        """``layers`` counts from the model's first: rotations depend on the layer."""
+        dtype, layout = getattr(torch, native.dtype), native.layout
+        k = rotation_matrices(layers, "k", layout.k_dim, dtype, device) if layout.k.codebook else None
+        v = rotation_matrices(layers, "v", layout.v_dim, dtype, device) if layout.v.codebook else None
+        parts = (
+            FoldPart.create(codec, part, dim, matrix)
+            for codec, part, dim, matrix in ((layout.k, "k", layout.k_dim, k), (layout.v, "v", layout.v_dim, v))
+        )
+        return cls(*parts, k, v)
+
+    def __call__(
+        self,
+        raw: Mapping[str, Tensor],
+        planes: Mapping[str, Tensor],
+        raw_table: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        folded: Tensor,
+        recent: int,
+        *,
+        pages: int = 1,
+    ) -> None:
+        """Fold what is due: of each sequence the oldest raw pages, while its raw tail has recent + 128 rows.
+
+        raw "k", "v" [layers, raw pages, Hkv, 128, D]; planes as `NativeLayout` names them, [layers, pages, Hkv, ...];
+        raw_table, table int32 [sequences, pages], the raw one counted from the oldest raw row; lengths (all rows)
+        and folded int32 [sequences], multiples of 128, which the caller advances afterwards. At most ``pages`` pages
+        a sequence: 1 serves decode, a prefilled chunk needs as many as it completes.
+        """
+        layers, _, heads, _, _ = raw["k"].shape
+        absent = torch.empty(0, dtype=torch.float16, device=lengths.device)  # stands where a codec has no such plane
+        k_scale, v_scale = planes.get("k_scale", absent), planes.get("v_scale", absent)
+        strides = (x.stride(0) for x in (raw["k"], raw["v"], planes["k"], planes["v"], k_scale, v_scale))
+        fold_kernel[(layers * heads, pages, lengths.shape[0])](
+            raw["k"],
+            raw["v"],
+            planes["k"],
+            planes["v"],
+            k_scale,
+            v_scale,
+            absent if self.k_matrix is None else self.k_matrix,
+            absent if self.v_matrix is None else self.v_matrix,
+            raw_table,
+            table,
+            lengths,
+            folded,
+            *strides,
+            raw_table.stride(0),
+            table.stride(0),
+            recent,
+            HKV=heads,
+            K_PART=self.k,
+            V_PART=self.v,
+            num_warps=4,
+        )

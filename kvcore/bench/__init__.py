@@ -1,0 +1,1 @@
+"""Benchmarks. Every row carries its device, versions, commit, effective mode and kernels."""

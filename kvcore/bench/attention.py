@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvcore.backends.cuda.attend import LaunchConfig, Pages, attend_pages
+from kvcore.backends.cuda.attend import LaunchConfig, Pages, VRotation, attend_pages
 from kvcore.backends.cuda.native import PAGE, to_native
 from kvcore.backends.cuda.ops import TorchOps
 from kvcore.errors import KvcoreError
@@ -195,7 +195,7 @@ def _paged(
     folded = (tokens - recent) // PAGE * PAGE if layout.quantized else 0
     k_rotation = Rotation.create(ops, 0, "k", dim) if layout.k.codebook else None
     v_rotation = Rotation.create(ops, 0, "v", dim) if layout.v.codebook else None
-    undo = None if v_rotation is None else (v_rotation.matrix * v_rotation.signs).contiguous()
+    undo = None if v_rotation is None else VRotation.create(0, dim, k[0].device)
     group = q[0].shape[1] // kv_heads
     calls, dense = [], (k[0], v[0])
     for i in range(len(k)):

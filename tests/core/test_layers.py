@@ -22,15 +22,16 @@ LAYERS = (
     ("weights", "text", "models", "sampling"),
     ("generate",),
     ("runtime", "advise"),
-    ("cli",),
+    ("cli", "bench"),
     ("__main__",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 # What a backend may import beside its own folder: whole packages, or one module of a package.
 BACKEND_IMPORTS = ("errors", "ops", "layout", "registry", "backends.load", "weights.types")
-# Packages that only one folder may import: each framework belongs to its backend.
+# Each framework belongs to its backend; benchmarks measure beside it.
 FRAMEWORKS = {"torch": "backends.cuda", "triton": "backends.cuda", "mlx": "backends.metal"}
+MEASURING = "bench"
 
 
 def source_tree() -> dict[str, str]:
@@ -75,7 +76,7 @@ def imports(name: str, source: str, *, is_package: bool) -> Iterator[str]:
 def against(name: str, target: str) -> str | None:
     """Why module ``name`` may not import ``target``; None where it may."""
     package, _, inner = target.partition(".")
-    if package in FRAMEWORKS and not within(name, FRAMEWORKS[package]):
+    if package in FRAMEWORKS and not (within(name, FRAMEWORKS[package]) or within(name, MEASURING)):
         return f"{package} belongs to {FRAMEWORKS[package]}"
     if package != "kvcore":
         return None
@@ -148,6 +149,7 @@ def test_a_reversed_arrow_is_found(name: str, source: str, reason: str) -> None:
         ("modes.turbo", "from kvcore.layout import Codec\nfrom kvcore.modes.int8 import FP16_MAX"),
         ("backends.cuda", "import torch\nfrom kvcore.backends.load import Backend\nfrom .ops import TorchOps"),
         ("backends.metal.ops", "import mlx.core as mx\nfrom kvcore.weights.types import AffineWeight"),
+        ("bench.peers", "import torch\nfrom kvcore.backends.cuda.ops import TorchOps"),
         ("attention", "import numpy\nfrom kvcore import backends, cache"),
         ("weights.checkpoint", "from kvcore.models.config import LlamaConfig"),
         ("models.llama", "from kvcore.weights import Checkpoint"),

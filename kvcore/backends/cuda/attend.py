@@ -10,7 +10,7 @@ import torch
 
 from kvcore.backends.cuda.kernels.decode import attend_splits, combine_splits
 from kvcore.backends.cuda.kernels.fragments import TURBO3_MAGNITUDES, TURBO4_LOW
-from kvcore.layout import Layout
+from kvcore.layout import Layout, hadamard_dct, rotation_signs
 
 MAX_QUERY_ROWS = 16
 NO_WINDOW = 1 << 30
@@ -44,6 +44,24 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True)
+class VRotation:
+    """R_V = (outer ⊗ inner)·diag(signs) on the device, float32: outer [DO, DO], inner [DI, DI], signs [D]."""
+
+    outer: torch.Tensor
+    inner: torch.Tensor
+    signs: torch.Tensor
+
+    @classmethod
+    def create(cls, layer: int, head_dim: int, device: torch.device | str) -> VRotation:
+        power = head_dim & -head_dim
+        outer = min(16, power) if head_dim == power else power
+        inner = head_dim // outer
+        matrices = [torch.from_numpy(hadamard_dct(n).copy()).to(device) for n in (outer, inner)]
+        signs = torch.from_numpy(rotation_signs(layer, "v", head_dim).copy()).to(device)
+        return cls(matrices[0], matrices[1], signs)
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchConfig:
     """Launch parameters: warps of a program, 16-token tiles of a warp for folded pages (``tiles``) and for raw rows,
     programs per (sequence, KV head) for each, and tile columns."""
@@ -68,7 +86,7 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     elif raw_bytes == 1:
         warps, tiles, resident = 2, 1 if wide else 2, 3
     else:
-        warps, tiles, resident = (1, 1, 8) if wide else (2, 4, 4) if rows >= 64 else (1, 4, 8)
+        warps, tiles, resident = (1, 1, 8) if wide else (2, 4, 4)
     total = max(1, processors * resident // rows)
     if raw_bytes == 2:
         return LaunchConfig(warps, 1, 1, 0, total, min(16, max(8, columns)))
@@ -83,7 +101,7 @@ def attend_pages(
     layout: Layout,
     *,
     query_rows: int = 1,
-    v_rotation: torch.Tensor | None,
+    v_rotation: VRotation | None,
     scale: float | None = None,
     window: int | None = None,
     config: LaunchConfig | None = None,
@@ -93,7 +111,7 @@ def attend_pages(
 
     q          [sequences, Hkv, n · group, D] in the raw rows' dtype: query row major, then the head of the group
     q_rotated  the same after R_K, fp16 (q itself where K is not rotated)
-    v_rotation R_V float32 [D, D], None where V is not rotated
+    v_rotation None where V is not rotated
     Returns [sequences, Hkv, n · group, D] in ``out_dtype``, by default q's. Enqueues two launches and never waits for the device.
     """
     sequences, kv_heads, columns, dim = q.shape
@@ -115,10 +133,14 @@ def attend_pages(
         W=config.warps, MT=config.tiles, RAW_MT=config.raw_tiles, RAW_SPLITS=config.raw_splits,
         CAUSAL=query_rows > 1 or window is not None, HARDWARE=_converts_fp8(q.device), num_warps=config.warps,
     )  # fmt: skip
+    outer, inner = (len(v_rotation.outer), len(v_rotation.inner)) if v_rotation else (1, dim)
+    inner_padded = 1 << (inner - 1).bit_length()
+    rotation = (v_rotation.outer, v_rotation.inner, v_rotation.signs) if v_rotation else (peak, peak, peak)
     combine_splits[(rows * columns,)](
-        partial, peak, total, v_rotation if v_rotation is not None else peak, out, splits,
-        COLUMNS=columns, NP=config.columns, D=dim, DP=1 << (dim - 1).bit_length(), RAW_SPLITS=config.raw_splits,
-        ROTATED=v_rotation is not None, CHUNK=32, num_warps=8,
+        partial, peak, total, *rotation, out,
+        splits=splits, COLUMNS=columns, NP=config.columns, D=dim, DP=outer * inner_padded, RAW_SPLITS=config.raw_splits,
+        ROTATED=v_rotation is not None, DO=outer, DI=inner, DIP=inner_padded, SB=1 << (splits - 1).bit_length(),
+        CHUNK=min(64, 1 << (splits - 1).bit_length()), num_warps=8 if splits > 16 else 4,
     )  # fmt: skip
     return out
 

@@ -216,46 +216,51 @@ def attend_splits(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def combine_splits(  # type: ignore[no-untyped-def]
-    PO, PM, PL, ROTATION, OUT,
-    splits: tl.constexpr, COLUMNS: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RAW_SPLITS: tl.constexpr,
-    ROTATED: tl.constexpr, CHUNK: tl.constexpr,
+    PO, PM, PL, OUTER, INNER, SIGNS, OUT,
+    splits: tl.constexpr, COLUMNS: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    RAW_SPLITS: tl.constexpr, ROTATED: tl.constexpr, DO: tl.constexpr, DI: tl.constexpr, DIP: tl.constexpr,
+    SB: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one (sequence, KV head, column) by log-sum-exp; OUT [rows, COLUMNS, D] in its own dtype.
 
-    Folded splits are summed in V's rotated basis first; ROTATION float32 [D, D] is R_V, whose transpose is applied to
-    that sum once. A sequence without rows gives zeros.
+    Folded splits are summed in V's rotated basis first, and R_Vᵀ is applied to that sum once. R_V = (OUTER ⊗ INNER)·diag(SIGNS)
+    with OUTER [DO, DO] and INNER [DI, DI] float32, so the product is two small ones. A sequence without rows gives zeros.
     """
     row, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
     blocks: tl.constexpr = (COLUMNS + NP - 1) // NP
     base = (row * blocks + column // NP).to(tl.int64) * splits
     n = column % NP
+    every = tl.arange(0, SB)
+    m = tl.load(PM + (base + every) * NP + n, mask=every < splits, other=-1e30)
+    total = tl.load(PL + (base + every) * NP + n, mask=every < splits, other=0.0)
+    peak = tl.max(m, 0)
+    total = tl.sum(tl.where(m > -1e30, tl.exp2(m - peak), 0.0) * total, 0)
     d = tl.arange(0, DP)
-    peak = -1e30
-    for start in range(0, splits, CHUNK):
-        s = start + tl.arange(0, CHUNK)
-        peak = tl.maximum(peak, tl.max(tl.load(PM + (base + s) * NP + n, mask=s < splits, other=-1e30), 0))
-    total = 0.0
-    raw = tl.zeros([DP], tl.float32)
-    folded = tl.zeros([DP], tl.float32)
-    for start in range(0, splits, CHUNK):
+    # Rotated vectors stand as [DO, DIP], so that they can be multiplied from both sides.
+    place = d // DIP * DI + d % DIP if ROTATED else d
+    stored = (d % DIP < DI) & (d // DIP < DO) if ROTATED else d < D
+    raw = tl.zeros([CHUNK, DP], tl.float32)
+    folded = tl.zeros([CHUNK, DP], tl.float32)
+    for start in tl.static_range(0, splits, CHUNK):
         s = start + tl.arange(0, CHUNK)
         live = s < splits
-        m = tl.load(PM + (base + s) * NP + n, mask=live, other=-1e30)
-        weight = tl.where(m > -1e30, tl.exp2(m - peak), 0.0)
-        total += tl.sum(weight * tl.load(PL + (base + s) * NP + n, mask=live, other=0.0), 0)
-        at = ((base + s) * NP + n)[:, None] * D + d[None, :]
-        o = tl.load(PO + at, mask=live[:, None] & (d < D)[None, :], other=0.0) * weight[:, None]
-        if ROTATED:
-            is_raw = (s < RAW_SPLITS)[:, None]
-            raw += tl.sum(tl.where(is_raw, o, 0.0), 0)
-            folded += tl.sum(tl.where(is_raw, 0.0, o), 0)
-        else:
-            raw += tl.sum(o, 0)
+        mc = tl.load(PM + (base + s) * NP + n, mask=live, other=-1e30)
+        weight = tl.where(mc > -1e30, tl.exp2(mc - peak), 0.0)
+        at = ((base + s) * NP + n)[:, None] * D + place[None, :]
+        o = tl.load(PO + at, mask=live[:, None] & stored[None, :], other=0.0)
+        if ROTATED and start < RAW_SPLITS:
+            raw += o * tl.where(s < RAW_SPLITS, weight, 0.0)[:, None]
+            weight = tl.where(s < RAW_SPLITS, 0.0, weight)
+        folded += o * weight[:, None]
+    out = tl.sum(folded, 0)
     if ROTATED:
-        k = tl.arange(0, DP)
-        r = tl.load(ROTATION + k[:, None] * D + d[None, :], mask=(k < D)[:, None] & (d < D)[None, :], other=0.0)
-        # The vector as a column: its elements one by one through a masked sum, which needs no shared memory layout.
-        raw += tl.sum(r * tl.trans(tl.expand_dims(folded, 0)), 0)
-    out = raw / tl.where(total > 0, total, 1.0)
-    at = OUT + (row * COLUMNS + column).to(tl.int64) * D + d
-    tl.store(at, out.to(OUT.dtype.element_ty), mask=d < D)
+        a, b = tl.arange(0, DO), tl.arange(0, DIP)
+        inner = tl.load(INNER + b[:, None] * DI + b[None, :], mask=(b[:, None] < DI) & (b[None, :] < DI), other=0.0)
+        outer = tl.load(OUTER + a[:, None] * DO + a[None, :])
+        x = tl.reshape(out, [DO, DIP])
+        x = tl.sum(x[:, :, None] * inner[None, :, :], 1)
+        x = tl.sum(outer[:, :, None] * x[:, None, :], 0)
+        out = tl.reshape(x, [DP]) * tl.load(SIGNS + place, mask=stored, other=0.0) + tl.sum(raw, 0)
+    out = out / tl.where(total > 0, total, 1.0)
+    at = OUT + (row * COLUMNS + column).to(tl.int64) * D + place
+    tl.store(at, out.to(OUT.dtype.element_ty), mask=stored)

@@ -30,8 +30,7 @@ class FoldPart:
     """What a kernel is compiled for: K or V of one layout. ``bits`` of a code, 16 for rows that stay raw.
 
     ``rows`` of ``padded`` head size are held in registers at a time, 64 elements a thread; ``columns`` output
-    coordinates are rotated at a time, which bounds shared memory (float32 needs twice as much of both).
-    ``group``: `native.mtile_group`, 0 for K.
+    coordinates are rotated at a time, which bounds shared memory. ``group``: `native.mtile_group`, 0 for K.
     """
 
     bits: int
@@ -46,16 +45,15 @@ class FoldPart:
     @classmethod
     def create(cls, codec: Codec, part: str, head_dim: int, matrix: Tensor | None) -> FoldPart:
         padded = triton.next_power_of_2(head_dim)
-        wide = 2 if matrix is not None and matrix.dtype == torch.float32 else 1
         return cls(
             bits=code_bits(codec) if codec.quantized else 16,
             head_dim=head_dim,
             group=mtile_group(codec.name, head_dim) if part == "v" else 0,
             terms=1 if matrix is None else matrix.shape[1],
             spread=0.0 if codec.codebook is None else codec.codebook.spread,
-            rows=min(PAGE, 8192 // wide // padded),
+            rows=min(PAGE, 8192 // padded),
             padded=padded,
-            columns=min(64 // wide, padded),
+            columns=min(64, padded),
         )
 
 

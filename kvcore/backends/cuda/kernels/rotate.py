@@ -1,11 +1,13 @@
 """The rotation of the turbo codecs as a matrix product on tensor cores, without loss against float32.
 
-√D·R has only ±1 where D is a power of two, which 16-bit dtypes hold exactly. Otherwise it is split into a sum of 16-bit
-matrices (two of fp16, three of bf16), whose products add up in float32 to float32's own precision.
+√D·R has only ±1 where D is a power of two, which 16-bit dtypes hold exactly; otherwise it is split into a sum of 16-bit
+matrices (two of fp16, three of bf16), and float32 rows into three of bf16. The products add up in float32 to float32's
+own precision.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -16,42 +18,53 @@ from kvcore.layout import hadamard_dct, rotation_signs
 
 
 def rotation_matrices(layers: int, part: str, head_dim: int, dtype: torch.dtype, device: str) -> Tensor:
-    """√D·Rᵀ of each layer as a sum of terms of ``dtype``: [layers, terms, D (input), D (output)].
+    """√D·Rᵀ of each layer as a sum of 16-bit terms: [layers, terms, D (input), D (output)].
 
-    Rows are multiplied from the left: x @ the sum over the terms. ``part`` is "k" or "v"; layers count from the
-    model's first.
+    Rows x are multiplied from the left: x @ the sum over the terms. ``part`` is "k" or "v", ``dtype`` that of the rows;
+    layers count from the model's first.
     """
-    matrix = torch.from_numpy(hadamard_dct(head_dim).copy()).double()
-    matrix = (matrix * head_dim**0.5).to(torch.float32).to(device)
-    signs = [torch.from_numpy(rotation_signs(layer, part, head_dim).copy()) for layer in range(layers)]
-    rest = torch.stack(signs).to(device)[:, :, None] * matrix.T
+    term_dtype = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    matrix = torch.from_numpy(hadamard_dct(head_dim) * np.float32(head_dim**0.5)).to(device)
+    signs = np.stack([rotation_signs(layer, part, head_dim) for layer in range(layers)])
+    rest = torch.from_numpy(signs).to(device)[:, :, None] * matrix.T
     terms = []
-    for _ in range(_terms(head_dim, dtype)):
-        terms.append(rest.to(dtype))
+    for _ in range(matrix_terms(head_dim, dtype)):
+        terms.append(rest.to(term_dtype))
         rest = rest - terms[-1].float()
     return torch.stack(terms, 1).contiguous()
 
 
-def _terms(head_dim: int, dtype: torch.dtype) -> int:
-    if dtype == torch.float32 or head_dim & (head_dim - 1) == 0:
+def matrix_terms(head_dim: int, dtype: torch.dtype) -> int:
+    if head_dim & (head_dim - 1) == 0:
         return 1
     return 2 if dtype == torch.float16 else 3
 
 
 @triton.jit
-def rotate(x, y, MATRIX, col, first: tl.constexpr, last: tl.constexpr, D: tl.constexpr, TERMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """y + √D·R x for coordinates first .. last of the rows x [rows, power of two], zero beyond ``last``.
+def rotate(x, y, MATRIX, column, first: tl.constexpr, last: tl.constexpr, D: tl.constexpr, TERMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """y + √D·R x, where the rows x [rows, power of two] are coordinates first .. last, zero beyond.
 
-    y float32 [rows, COLS] holds the output coordinates from ``col`` on; those beyond D are not touched. MATRIX: one layer
-    of `rotation_matrices`, whose dtype x shares.
+    y float32 [rows, columns] holds the output coordinates from ``column`` on; those beyond D stay as they are.
+    MATRIX is one layer of `rotation_matrices` for x's dtype.
     """
     d = first + tl.arange(0, x.shape[1])
-    j = col + tl.arange(0, y.shape[1])
+    j = column + tl.arange(0, y.shape[1])
     inside = (d < last)[:, None] & (j < D)[None, :]
     for term in tl.static_range(TERMS):
         matrix = tl.load(MATRIX + (term * D + d[:, None]) * D + j[None, :], mask=inside, other=0.0)
-        if INTERPRET:
-            y = tl.dot(x.to(tl.float32), matrix.to(tl.float32), y, input_precision="ieee")
+        if x.dtype == tl.float32:
+            rest = x
+            for _ in tl.static_range(3):
+                piece = rest.to(tl.bfloat16)
+                y = _product(piece, matrix, y)
+                rest -= piece.to(tl.float32)
         else:
-            y = tl.dot(x, matrix, y, input_precision="tf32x3")
+            y = _product(x, matrix, y)
     return y
+
+
+@triton.jit
+def _product(x, matrix, y):  # type: ignore[no-untyped-def]
+    if INTERPRET:  # whose bf16 products are wrong
+        return tl.dot(x.to(tl.float32), matrix.to(tl.float32), y, input_precision="ieee")
+    return tl.dot(x, matrix, y)

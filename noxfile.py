@@ -194,7 +194,7 @@ def skip_unless_silent(session: nox.Session, python: str, probe: str) -> None:
 
 
 def bench(session: nox.Session, python: str, backend: str) -> None:
-    session.run(python, "-m", "kvcore.bench", "--backend", backend, *session.posargs)
+    session.run(python, "-m", "kvcore", "bench", "generate", "--backend", backend, *session.posargs)
 
 
 @nox.session(name="bench-reference")
@@ -215,9 +215,10 @@ def bench_metal(session: nox.Session) -> None:
 
 @nox.session(name="bench-cuda", venv_backend="none")
 def bench_cuda(session: nox.Session) -> None:
-    """Speed of the cuda backend on an NVIDIA GPU, with the torch of the interpreter that runs nox."""
+    """The fused attention kernels beside torch's, on an NVIDIA GPU, with the torch of the interpreter that runs nox."""
     require_cuda(session)
-    bench(session, prepare(session, extras=("cuda",)), "cuda")
+    python = prepare(session, extras=("cuda", "bench"))
+    session.run(python, "-m", "kvcore", "bench", "attention", *session.posargs)
 
 
 # The source and what is made from it

@@ -96,9 +96,7 @@ def filled(backend: Backend, mode: str, k: np.ndarray, v: np.ndarray, **settings
     return cache
 
 
-def attend(
-    backend: Backend, layer: LayerCache, q: np.ndarray, scale: float, window: int | None = None
-) -> np.ndarray:
+def attend(backend: Backend, layer: LayerCache, q: np.ndarray, scale: float, window: int | None = None) -> np.ndarray:
     return backend.ops.to_numpy(layer.attend(backend.ops.asarray(q), scale, window))
 
 
@@ -122,9 +120,7 @@ def _decoded(ops: Ops, view: KVView, codec: str, layer: int, part: str, dim: int
     )
     pieces = [ops.to_numpy(tail).astype(np.float64)]
     if view.folded:
-        pages = decode_planes(
-            {name: ops.to_numpy(plane) for name, plane in planes.items()}, codec, layer, part, dim
-        )
+        pages = decode_planes({name: ops.to_numpy(plane) for name, plane in planes.items()}, codec, layer, part, dim)
         pieces.insert(0, pages[:, :, view.sinks :])
     if view.sinks:
         pieces.insert(0, ops.to_numpy(sinks).astype(np.float64))
@@ -165,9 +161,7 @@ def to_numpy(ops: Ops, planes: Any) -> dict[str, np.ndarray]:
     return {name: ops.to_numpy(plane) for name, plane in planes.items()}
 
 
-def encode(
-    backend: Backend, codec: str, rows: np.ndarray, *, layer: int = 0, part: str = "k"
-) -> dict[str, np.ndarray]:
+def encode(backend: Backend, codec: str, rows: np.ndarray, *, layer: int = 0, part: str = "k") -> dict[str, np.ndarray]:
     """Planes of ``rows`` [B, H, T, D] by the backend's graph operations, on the host."""
     return to_numpy(backend.ops, encode_on(backend, codec, backend.ops.asarray(rows), layer=layer, part=part))
 

@@ -8,8 +8,8 @@ from kvcore.ops import ITEMSIZE, Array, Ops
 class RowBuffer:
     """Rows [B, H, capacity, W] of which the first ``length`` are live.
 
-    Capacity grows by half: n appends copy at most about twice the final size, and a grown buffer is never more than
-    half unused.
+    Capacity grows by half: n appends copy less than three times the final size, and at most a third of a grown
+    buffer is unused.
     """
 
     __slots__ = (

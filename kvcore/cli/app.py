@@ -9,10 +9,13 @@ import typer
 from kvcore.cli.command import add_command
 from kvcore.cli.options import (
     AdviseOptions,
+    AttentionBenchOptions,
     BackendOptions,
+    BenchOptions,
     CommonOptions,
     ConvertOptions,
     DoctorOptions,
+    GenerateBenchOptions,
     ModelOption,
     ModeOptions,
     PromptOption,
@@ -121,5 +124,36 @@ def convert(model: ModelOption, convert: ConvertOptions, common: CommonOptions) 
     run(model, convert, common)
 
 
+def bench_generate(
+    model: ModelOption,
+    bench: BenchOptions,
+    options: GenerateBenchOptions,
+    backend: BackendOptions,
+    common: CommonOptions,
+) -> None:
+    """Time prefill and decode of a model, mode by mode.
+
+    Modes take turns; every row carries its effective mode and kernels.
+    """
+    from kvcore.cli.bench import bench_generate as run
+
+    run(model, bench, options, backend, common)
+
+
+def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common: CommonOptions) -> None:
+    """Time the fused attention kernels beside torch's own.
+
+    Needs an NVIDIA GPU. A kernel is checked against float64 before it is timed.
+    """
+    from kvcore.cli.bench import bench_attention as run
+
+    run(bench, options, common)
+
+
 for command in (generate, chat, doctor, advise, convert):
     add_command(app, command.__name__, command)
+
+bench = typer.Typer(help="Measure speed.", no_args_is_help=True, rich_markup_mode=None)
+add_command(bench, "generate", bench_generate)
+add_command(bench, "attention", bench_attention)
+app.add_typer(bench, name="bench")

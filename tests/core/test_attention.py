@@ -73,9 +73,7 @@ def test_token_by_token_attention_is_attention_over_the_dense_view(backend: Back
         layer.append(ops.asarray(k[:, :, i : i + 1]), ops.asarray(v[:, :, i : i + 1]))
         step = q[:, :, i : i + 1]
         dense = (ops.to_numpy(x) for x in layer.dense())
-        worst = max(
-            worst, relative_error(attend(backend, layer, step, 0.125), spec.attention(step, *dense, 0.125))
-        )
+        worst = max(worst, relative_error(attend(backend, layer, step, 0.125), spec.attention(step, *dense, 0.125)))
         cache.commit()
     assert worst <= FP32
     assert cache.stats().rows_folded == (256 if MODES[mode].quantized else 0)
@@ -101,13 +99,9 @@ def test_prefill_by_chunks_sees_its_own_rows_raw_and_earlier_ones_as_committed(
 
 
 @windows
-@pytest.mark.parametrize(
-    "tokens", [1, 2, 31, 33, 63, 64, 65, 67, 127, 128, 129, 255, 256, 257, 259, 4097], ids=str
-)
+@pytest.mark.parametrize("tokens", [1, 2, 31, 33, 63, 64, 65, 67, 127, 128, 129, 255, 256, 257, 259, 4097], ids=str)
 @each_mode
-def test_C5_lengths_at_the_borders_of_pages(
-    backend: Backend, mode: str, tokens: int, window: WindowPolicy
-) -> None:
+def test_C5_lengths_at_the_borders_of_pages(backend: Backend, mode: str, tokens: int, window: WindowPolicy) -> None:
     cache = filled(backend, mode, *rows_of(tokens, heads=1), window=window)
     q = query(1, heads=2)
     out = attend(backend, cache.layers[0], q, 0.125)
@@ -205,9 +199,7 @@ def test_error_over_magnitudes_of_v_and_spreads_of_logits(
     for dtype in DTYPES:
         k, v = gaussian(1, 2, 200, 64, dtype=dtype), gaussian(1, 2, 200, 64, seed=1, rms=v_rms, dtype=dtype)
         layer = filled(backend, mode, k, v, window=SMALL, dtype=dtype).layers[0]
-        assert (
-            relative_error(attend(backend, layer, q, 0.125), exact_attention(backend, layer, q, 0.125)) <= FP32
-        )
+        assert relative_error(attend(backend, layer, q, 0.125), exact_attention(backend, layer, q, 0.125)) <= FP32
 
 
 @pytest.mark.parametrize("large", ["k", "v"])
@@ -223,9 +215,7 @@ def test_error_with_one_page_100_times_the_others(backend: Backend, mode: str, l
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_mode
-def test_the_output_has_the_dtype_of_the_query_and_its_rounding_alone(
-    backend: Backend, mode: str, dtype: str
-) -> None:
+def test_the_output_has_the_dtype_of_the_query_and_its_rounding_alone(backend: Backend, mode: str, dtype: str) -> None:
     k, v = (cast(x, dtype) for x in rows_of(200))
     layer, q = filled(backend, mode, k, v, window=SMALL, dtype=dtype).layers[0], cast(query(3), dtype)
     out = attend(backend, layer, q, 0.125)
@@ -297,9 +287,7 @@ def test_B03_zero_values_give_zero_and_zero_keys_the_mean(backend: Backend, mode
 
 @pytest.mark.parametrize("chunk", [40, 7, 1])
 @pytest.mark.parametrize("mode", ["fp16", "int8"])
-def test_B27_a_sliding_window_of_8_is_8_keys_in_prefill_and_in_decode(
-    backend: Backend, mode: str, chunk: int
-) -> None:
+def test_B27_a_sliding_window_of_8_is_8_keys_in_prefill_and_in_decode(backend: Backend, mode: str, chunk: int) -> None:
     """V is the identity, so the output of a query is its weights."""
     ops, tokens = backend.ops, 40
     k, v = gaussian(1, 1, tokens, 64), np.eye(tokens, 64, dtype=np.float32)[None, None]
@@ -307,9 +295,7 @@ def test_B27_a_sliding_window_of_8_is_8_keys_in_prefill_and_in_decode(
     seen = []
     for part in chunked(tokens, chunk):
         cache.layers[0].append(ops.asarray(k[:, :, part]), ops.asarray(v[:, :, part]))
-        seen.append(
-            attend(backend, cache.layers[0], query(part.stop - part.start, heads=1), 0.125, window=8)[0, 0]
-        )
+        seen.append(attend(backend, cache.layers[0], query(part.stop - part.start, heads=1), 0.125, window=8)[0, 0])
         cache.commit()
     seen_keys = np.concatenate(seen)[:, :tokens] > 0
     want = [[max(0, i - 7) <= j <= i for j in range(tokens)] for i in range(tokens)]
@@ -325,9 +311,7 @@ def test_a_sliding_window_over_folded_rows(backend: Backend, mode: str, rows: in
     assert relative_error(out, exact_attention(backend, layer, q, 0.125, window)) <= FP32
 
 
-def test_scores_are_tiled_without_changing_the_result(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_tiled_without_changing_the_result(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 128 keys instead of one: pages, sinks and tail each span several."""
     layer, q = (
         filled(backend, "int8-turbo4", *rows_of(700), window=WindowPolicy(4, 300, 100)).layers[0],
@@ -341,9 +325,7 @@ def test_scores_are_tiled_without_changing_the_result(
 
 
 @pytest.mark.parametrize("mode", ["fp16", "turbo4"])
-def test_no_block_of_scores_exceeds_the_limit(
-    backend: Backend, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_block_of_scores_exceeds_the_limit(backend: Backend, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limit, largest = 1 << 16, 0
     layer, q = filled(backend, mode, *rows_of(1500), window=SMALL).layers[0], query(64)
     matmul = type(backend.ops).matmul
@@ -420,9 +402,7 @@ def test_B138_views_of_a_larger_buffer_equal_compact_copies(backend: Backend, mo
     copies = {name: compact(getattr(view, name)) for name in ("tail_k", "tail_v")}
     if view.sinks:
         copies |= {name: compact(getattr(view, name)) for name in ("sink_k", "sink_v")}
-    planes = {
-        name: {n: compact(x) for n, x in getattr(view, name).items()} for name in ("k_planes", "v_planes")
-    }
+    planes = {name: {n: compact(x) for n, x in getattr(view, name).items()} for name in ("k_planes", "v_planes")}
     for codec, name, rotation in (
         (view.layout.k, "k_planes", view.k_rotation),
         (view.layout.v, "v_planes", view.v_rotation),

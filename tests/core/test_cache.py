@@ -247,9 +247,7 @@ def test_L1_trim_reaches_every_region(backend: Backend, mode: str) -> None:
 @windows
 @pytest.mark.parametrize("count", [1, 130, 300, 696, 698, 700])
 @each_mode
-def test_B104_trim_moves_all_regions_together(
-    backend: Backend, mode: str, count: int, window: WindowPolicy
-) -> None:
+def test_B104_trim_moves_all_regions_together(backend: Backend, mode: str, count: int, window: WindowPolicy) -> None:
     """700 rows, batch of 3; 698 cuts into the sinks. Then 50 more, with attention before and after commit."""
     k, v = gaussian(3, 1, 750, 64), gaussian(3, 1, 750, 64, seed=1)
     cache = filled(backend, mode, k[:, :, :700], v[:, :, :700], window=window, heads=(2, 1))

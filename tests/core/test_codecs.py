@@ -162,9 +162,7 @@ def test_small_magnitudes_keep_their_quality(backend: Backend, codec: str, rms: 
 
 @pytest.mark.parametrize("absmax", [1e-20, 1e-30, 1e-38])
 @each_codec
-def test_B03_tiny_rows_are_finite_and_no_larger_than_a_step(
-    backend: Backend, codec: str, absmax: float
-) -> None:
+def test_B03_tiny_rows_are_finite_and_no_larger_than_a_step(backend: Backend, codec: str, absmax: float) -> None:
     """Their squares underflow in float32."""
     planes = encode(backend, codec, scaled_to(absmax, 64))
     assert np.isfinite(planes["scale"]).all()
@@ -209,9 +207,7 @@ def test_C2_an_outlier_costs_half_a_step_in_its_own_int8_row(backend: Backend) -
 
 @each_codec
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "-inf"])
-def test_C3_a_non_finite_row_becomes_scale_0_and_codes_0_alone(
-    backend: Backend, codec: str, bad: float
-) -> None:
+def test_C3_a_non_finite_row_becomes_scale_0_and_codes_0_alone(backend: Backend, codec: str, bad: float) -> None:
     rows = gaussian(2, 2, 20, 64)
     plain = encode(backend, codec, rows)
     rows[1, 0, 3, 5] = bad
@@ -261,9 +257,7 @@ def test_B04_an_outlier_channel_neither_clips_nor_ruins_plain_rows(backend: Back
 @each_codec
 @pytest.mark.parametrize("dim", [80, 96, 112])
 @pytest.mark.parametrize("low", [5.0, -6.0])
-def test_B100_a_width_that_is_no_power_of_two_pads_nothing(
-    backend: Backend, codec: str, dim: int, low: float
-) -> None:
+def test_B100_a_width_that_is_no_power_of_two_pads_nothing(backend: Backend, codec: str, dim: int, low: float) -> None:
     rows = np.random.default_rng(0).uniform(low, low + 1, (1, 2, 40, dim)).astype(np.float32)
     assert_planes_follow_spec(codec, encode(backend, codec, rows), rows, near=1e-5)
 
@@ -313,9 +307,7 @@ def test_B151_every_stage_of_turbo_is_alive(backend: Backend, codec: str, dim: i
 
 
 @pytest.mark.parametrize(("dim", "uniform"), [(64, 0.0275), (128, 0.0507)])
-def test_B151_turbo4_beats_a_uniform_4_bit_grid_on_heavy_tails(
-    reference: Backend, dim: int, uniform: float
-) -> None:
+def test_B151_turbo4_beats_a_uniform_4_bit_grid_on_heavy_tails(reference: Backend, dim: int, uniform: float) -> None:
     rows = heavy_tails(dim)
     low, high = rows.min(-1, keepdims=True), rows.max(-1, keepdims=True)
     step = (high - low) / 15

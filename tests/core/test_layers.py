@@ -137,9 +137,7 @@ def test_the_tree_that_is_checked_is_the_package() -> None:
     ],
 )
 def test_a_reversed_arrow_is_found(name: str, source: str, reason: str) -> None:
-    (found,) = violations(
-        {"cache": "", "backends": "", "modes": "", name: source, f"{name.split('.')[0]}.other": ""}
-    )
+    (found,) = violations({"cache": "", "backends": "", "modes": "", name: source, f"{name.split('.')[0]}.other": ""})
     assert found.endswith(reason)
 
 

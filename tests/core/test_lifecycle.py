@@ -61,9 +61,7 @@ class Lifecycle(RuleBasedStateMachine):
         self.pending += count
 
     def fold(self) -> None:
-        while (
-            self.folding and len(self.rows) - self.folded >= self.window.recent_tokens + self.window.page_size
-        ):
+        while self.folding and len(self.rows) - self.folded >= self.window.recent_tokens + self.window.page_size:
             self.folded += self.window.page_size
             self.sinks = self.window.sink_tokens
         self.pending = 0
@@ -129,9 +127,7 @@ class Lifecycle(RuleBasedStateMachine):
 
 def run(backend: Backend, examples: int) -> None:
     machine = type("Machine", (Lifecycle,), {"backend": backend})
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None)
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None))
 
 
 def test_any_history_leaves_the_rows_that_a_list_would_hold(backend: Backend) -> None:

@@ -70,9 +70,7 @@ def test_raw_and_turbo4_select_the_asymmetric_mode_not_the_delegated_one() -> No
     assert mode_from_codecs("float16", None).name == "fp16"
 
 
-@pytest.mark.parametrize(
-    ("k", "v"), [("int8", "turbo3"), ("turbo4", "fp16"), ("turbo3", "turbo3"), ("turbo4", None)]
-)
+@pytest.mark.parametrize(("k", "v"), [("int8", "turbo3"), ("turbo4", "fp16"), ("turbo3", "turbo3"), ("turbo4", None)])
 def test_B79_any_other_pair_is_an_error_that_lists_the_six(k: str, v: str | None) -> None:
     with pytest.raises(InputError, match=f"no mode stores K as {k} and V as {v or 'fp16'}") as caught:
         mode_from_codecs(k, v)

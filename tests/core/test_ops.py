@@ -123,9 +123,7 @@ def test_asarray_takes_strided_read_only_and_plain_python(backend: Backend) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_astype_rounds_to_nearest_even(backend: Backend, dtype: str) -> None:
     ops = backend.ops
-    x = np.concatenate(
-        [X.ravel(), X.ravel() * 1e-6, [1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-12, 65504, 65519]]
-    ).astype("f4")
+    x = np.concatenate([X.ravel(), X.ravel() * 1e-6, [1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-12, 65504, 65519]]).astype("f4")
     got = ops.astype(ops.asarray(x), dtype)
     assert np.array_equal(ops.to_numpy(got), cast(x, dtype))
     assert np.array_equal(ops.to_numpy(ops.astype(got, "float32")), cast(x, dtype).astype(np.float32))

@@ -14,9 +14,7 @@ from kvcore.backends.reference import spec
 from kvcore.layout import TURBO3, TURBO4, Codebook
 from kvcore.modes.turbo import pack_indices, quantize, unpack_indices
 
-shapes = st.tuples(
-    st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.integers(1, 16).map(lambda n: 8 * n)
-)
+shapes = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.integers(1, 16).map(lambda n: 8 * n))
 few = settings(max_examples=40, deadline=None)
 each_width = pytest.mark.parametrize("bits", [4, 3])
 
@@ -28,9 +26,7 @@ def indices_of(bits: int) -> st.SearchStrategy[np.ndarray]:
 @each_width
 @few
 @given(data=st.data())
-def test_packing_is_one_little_endian_bit_stream_per_row(
-    backend: Backend, bits: int, data: st.DataObject
-) -> None:
+def test_packing_is_one_little_endian_bit_stream_per_row(backend: Backend, bits: int, data: st.DataObject) -> None:
     indices = data.draw(indices_of(bits))
     packed = backend.ops.to_numpy(pack_indices(backend.ops, backend.ops.asarray(indices), bits))
     assert packed.dtype == np.uint8

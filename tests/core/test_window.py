@@ -52,9 +52,7 @@ def push(cache: Cache, ops: Ops, tokens: int, *, seed: int = 0, dim: int = 64) -
 
 @windows
 @pytest.mark.parametrize("chunk", [1, 7, 31, 128, 129, 256, 1000], ids=str)
-def test_the_folded_count_does_not_depend_on_the_chunking(
-    backend: Backend, window: WindowPolicy, chunk: int
-) -> None:
+def test_the_folded_count_does_not_depend_on_the_chunking(backend: Backend, window: WindowPolicy, chunk: int) -> None:
     cache, ops = new_cache(backend, "int8", window=window), backend.ops
     rows = ops.asarray(gaussian(1, 2, 700, 64))
     for part in chunked(700, chunk):

@@ -67,9 +67,7 @@ def test_B34_planes_of_16_bit_rows_are_those_of_their_exact_float32_values(
 
 
 @each_codec
-def test_planes_of_two_backends_differ_in_the_last_place_only(
-    backend: Backend, reference: Backend, codec: str
-) -> None:
+def test_planes_of_two_backends_differ_in_the_last_place_only(backend: Backend, reference: Backend, codec: str) -> None:
     rows = gaussian(2, 2, 500, 96, dtype="bfloat16")
     got, want = encode(backend, codec, rows), encode(reference, codec, rows)
     assert fp16_steps(got["scale"], want["scale"]).max() <= 1

@@ -110,16 +110,17 @@ def to_native(codec: Codec, part: str, planes: Mapping[str, Tensor]) -> dict[str
         return dict(planes)
     codes = _indices(codec, planes["codes"])
     lead, dim = codes.shape[:-2], codes.shape[-1]
+    size = PAGE * dim
     if part == "v":
         codes = _to_fragments(codes, mtile_group(codec.name, dim))
     if codec.name == "turbo3":
-        words = _pack_turbo3(codes.reshape(*lead, -1, 32, 32))
+        words = _pack_turbo3(codes.reshape(*lead, size // 1024, 32, 32))
     elif codec.name == "turbo4":
-        words = _pack_turbo4(codes.reshape(*lead, -1, 8))
+        words = _pack_turbo4(codes.reshape(*lead, size // 8, 8))
     else:
-        words = _deposit(codes.reshape(*lead, -1, 4), _INT8_BYTE)
+        words = _deposit(codes.reshape(*lead, size // 4, 4), _INT8_BYTE)
     scale = planes["scale"].reshape(*lead, 2 * PAGE // TILE, 8).transpose(-1, -2)
-    return {"codes": words.reshape(*lead, -1), "scale": scale.reshape(*lead, PAGE)}
+    return {"codes": words.reshape(*lead, size * code_bits(codec) // 32), "scale": scale.reshape(*lead, PAGE)}
 
 
 def to_canonical(codec: Codec, part: str, planes: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
@@ -128,7 +129,7 @@ def to_canonical(codec: Codec, part: str, planes: Mapping[str, Tensor], head_dim
         return dict(planes)
     words, lead = planes["codes"], planes["codes"].shape[:-1]
     if codec.name == "turbo3":
-        codes = _unpack_turbo3(words.reshape(*lead, -1, 3, 32))
+        codes = _unpack_turbo3(words.reshape(*lead, PAGE * head_dim // 1024, 3, 32))
     elif codec.name == "turbo4":
         codes = _unpack_turbo4(words)
     else:
@@ -168,12 +169,14 @@ def _canonical_codes(codec: Codec, indices: Tensor) -> Tensor:
 
 
 def _to_fragments(codes: Tensor, group: int) -> Tensor:
-    split = codes.reshape(-1, PAGE // TILE, 2, 4, 2, codes.shape[-1] // (TILE * group), group, 2, 8)
+    pages, groups = math.prod(codes.shape[:-2]), codes.shape[-1] // (TILE * group)
+    split = codes.reshape(pages, PAGE // TILE, 2, 4, 2, groups, group, 2, 8)
     return split.permute(0, 1, 5, 8, 3, 6, 7, 2, 4).reshape(codes.shape)
 
 
 def _from_fragments(codes: Tensor, group: int) -> Tensor:
-    split = codes.reshape(-1, PAGE // TILE, codes.shape[-1] // (TILE * group), 8, 4, group, 2, 2, 2)
+    pages, groups = math.prod(codes.shape[:-2]), codes.shape[-1] // (TILE * group)
+    split = codes.reshape(pages, PAGE // TILE, groups, 8, 4, group, 2, 2, 2)
     return split.permute(0, 1, 7, 4, 8, 2, 5, 6, 3).reshape(codes.shape)
 
 

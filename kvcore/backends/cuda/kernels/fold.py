@@ -116,16 +116,16 @@ def _fold_part(RAW, OUT, SCALE, MATRIX, layer, source, target, raw_layer, out_la
                 _fold_turbo(words, SCALE, MATRIX, rows, token, PART)
 
 
-@triton.jit(do_not_specialize=["recent"])
+@triton.jit
 def fold_kernel(  # type: ignore[no-untyped-def]
-    RAW_K, RAW_V, K, V, K_SCALE, V_SCALE, K_MATRIX, V_MATRIX, RAW_TABLE, TABLE, LENGTHS, FOLDED,
-    raw_k_layer, raw_v_layer, k_layer, v_layer, k_scale_layer, v_scale_layer, raw_stride, stride, recent,
+    RAW_K, RAW_V, K, V, K_SCALE, V_SCALE, K_MATRIX, V_MATRIX, RAW_TABLE, TABLE, LENGTHS, FOLDED, FOLD_AT,
+    raw_k_layer, raw_v_layer, k_layer, v_layer, k_scale_layer, v_scale_layer, raw_stride, stride,
     HKV: tl.constexpr, K_PART: tl.constexpr, V_PART: tl.constexpr,
 ):  # fmt: skip
     """Grid (layers · Hkv, pages, sequences): the page-th oldest raw page of each sequence, if it is due."""
     page, seq = tl.program_id(1), tl.program_id(2)
     folded = tl.load(FOLDED + seq)
-    if tl.load(LENGTHS + seq) - folded < recent + (page + 1) * PAGE_TOKENS:
+    if tl.load(LENGTHS + seq) - folded < tl.load(FOLD_AT + seq) + page * PAGE_TOKENS:
         return
     h = tl.program_id(0) % HKV
     layer = (tl.program_id(0) // HKV).to(tl.int64)
@@ -150,11 +150,9 @@ class Fold:
         dtype, layout = getattr(torch, native.dtype), native.layout
         k = rotation_matrices(layers, "k", layout.k_dim, dtype, device) if layout.k.codebook else None
         v = rotation_matrices(layers, "v", layout.v_dim, dtype, device) if layout.v.codebook else None
-        parts = (
-            FoldPart.create(codec, part, dim, matrix)
-            for codec, part, dim, matrix in ((layout.k, "k", layout.k_dim, k), (layout.v, "v", layout.v_dim, v))
-        )
-        return cls(*parts, k, v)
+        k_part = FoldPart.create(layout.k, "k", layout.k_dim, k)
+        v_part = FoldPart.create(layout.v, "v", layout.v_dim, v)
+        return cls(k_part, v_part, k, v)
 
     def __call__(
         self,
@@ -164,16 +162,16 @@ class Fold:
         table: Tensor,
         lengths: Tensor,
         folded: Tensor,
-        recent: int,
+        fold_at: Tensor,
         *,
         pages: int = 1,
     ) -> None:
-        """Fold what is due: of each sequence the oldest raw pages, while its raw tail has recent + 128 rows.
+        """Fold what is due: of each sequence the oldest raw pages, while its raw tail has ``fold_at`` rows.
 
         raw "k", "v" [layers, raw pages, Hkv, 128, D]; planes as `NativeLayout` names them, [layers, pages, Hkv, ...];
-        raw_table, table int32 [sequences, pages], the raw one counted from the oldest raw row; lengths (all rows)
-        and folded int32 [sequences], multiples of 128, which the caller advances afterwards. At most ``pages`` pages
-        a sequence: 1 serves decode, a prefilled chunk needs as many as it completes.
+        raw_table, table int32 [sequences, pages], the raw one counted from the oldest raw row; lengths (all rows),
+        folded (of them, a multiple of 128, which the caller advances afterwards) and fold_at (recent + 128) int32
+        [sequences]. At most ``pages`` pages a sequence: 1 serves decode, a prefilled chunk needs as many as it completes.
         """
         layers, _, heads, _, _ = raw["k"].shape
         absent = torch.empty(0, dtype=torch.float16, device=lengths.device)  # stands where a codec has no such plane
@@ -192,10 +190,10 @@ class Fold:
             table,
             lengths,
             folded,
+            fold_at,
             *strides,
             raw_table.stride(0),
             table.stride(0),
-            recent,
             HKV=heads,
             K_PART=self.k,
             V_PART=self.v,

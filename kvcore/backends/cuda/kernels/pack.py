@@ -1,6 +1,6 @@
 """Codes in registers to the words of a native page (`native.py` says where each bit lies).
 
-Codes come as [rows, columns] of tokens from ``token`` and dimensions from ``column`` on. Each is shifted to its place in
+Codes come as [rows, columns]: tokens from ``token`` and dimensions from ``column`` on. Each is shifted to its place in
 its word; then the codes of a word, which have no bit in common, are brought side by side and added up.
 """
 
@@ -73,7 +73,7 @@ def _store_rows(WORDS, fields, token, column, PER_WORD: tl.constexpr, D: tl.cons
 
 @triton.jit
 def _fragments(fields, GROUP: tl.constexpr, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Words in the order tile, m-tile group, g, t, m-tile in its group, r, k8, half; the last ones are within a word."""
+    """Words in the order tile, m-tile group, g, t, m-tile in its group, r, k8, half, as far as it is not within one."""
     tiles: tl.constexpr = fields.shape[0] // 16
     groups: tl.constexpr = fields.shape[1] // (16 * GROUP)
     split = tl.reshape(fields, [tiles, 2, 4, 2, groups, GROUP, 2, 8])

@@ -45,7 +45,7 @@ def power_of_two_under(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def int8_codes(x):  # type: ignore[no-untyped-def]
-    """Finite rows x float32 -> codes int32 in [-127, 127] and scale [rows]: absmax / 127 rounded up to fp16, 1 for zeros."""
+    """Finite rows x float32 -> codes int32 in [-127, 127]; scale [rows]: absmax / 127 rounded up to fp16, 1 for zeros."""
     exact = tl.minimum(tl.div_rn(tl.max(tl.abs(x), 1), 127.0), FP16_MAX)
     nearest = exact.to(tl.float16)
     below = nearest.to(tl.float32) < exact

@@ -104,8 +104,17 @@ def _accumulate(
     total = ops.sum(weights, axis=-1, keepdims=True)
     if v_scale is not None:
         weights = weights * ops.permute_dims(v_scale, (0, 1, 3, 2))
-    new = _Partial(ops.matmul(weights, v), peak, total)
+    out = ops.matmul(weights, v) if allowed is None else _masked_product(ops, weights, v, allowed)
+    new = _Partial(out, peak, total)
     return new if partial is None else _merge(ops, partial, new)
+
+
+def _masked_product(ops: Ops, weights: Array, v: Array, allowed: Array) -> Array:
+    """weights v where a masked row adds nothing even if it is not finite (0 · NaN is NaN), and a visible one does."""
+    finite = ops.all(ops.isfinite(v), axis=-1, keepdims=True)
+    bad = 1.0 - ops.astype(finite, "float32")
+    seen = ops.matmul(ops.astype(allowed, "float32"), bad)
+    return ops.where(seen > 0, float("nan"), ops.matmul(weights, ops.where(finite, v, 0.0)))
 
 
 def _merge(ops: Ops, a: _Partial, b: _Partial) -> _Partial:
@@ -165,7 +174,10 @@ def default_registry(backend: Backend) -> Registry:
 
 
 def decide(backend: Backend, registry: Registry, spec: CacheSpec, policy: str = "auto") -> tuple[Decision, ...]:
-    """One decision per cache operation for decode. UnsupportedError where the policy cannot be met."""
+    """One decision per cache operation of decode: attend, and encode where the mode quantizes.
+
+    UnsupportedError where the policy cannot be met.
+    """
     layout = spec.mode.layout(spec.head_dim, spec.v_head_dim)
     queries = (
         KernelQuery(
@@ -180,7 +192,7 @@ def decide(backend: Backend, registry: Registry, spec: CacheSpec, policy: str = 
             windowed=spec.mode.quantized,
             arch=backend.arch,
         )
-        for op in ("encode", "attend")
+        for op in (("encode", "attend") if spec.mode.quantized else ("attend",))
     )
     return tuple(registry.resolve(query, policy) for query in queries)
 
@@ -194,7 +206,7 @@ def make_cache(
     return Cache(
         backend.ops,
         spec,
-        LayerKernels(encode=run["encode"], attend=run["attend"]),
+        LayerKernels(encode=run.get("encode", encode_graph), attend=run["attend"]),
         decisions,
         raise_on_nonfinite=backend.raise_on_nonfinite,
     )

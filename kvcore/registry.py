@@ -81,26 +81,30 @@ class Kernel:
     extra: Callable[[KernelQuery], list[str]] | None = None
 
     def reasons_against(self, query: KernelQuery) -> list[str]:
-        """Every reason why this kernel cannot serve ``query``; empty where it can."""
+        """Every reason why this kernel cannot serve ``query``; empty where it can.
+
+        Packages are imported only for a kernel that fits otherwise.
+        """
         reasons = [r for c in self.constraints if (r := c.reason_against(query)) is not None]
-        reasons += [r for package in self.requires if (r := missing_package(package)) is not None]
         if self.extra is not None:
             reasons += self.extra(query)
+        missing = [package for package in self.requires if importlib.util.find_spec(package) is None]
+        reasons += [f"package {package} is not installed (pip install {package})" for package in missing]
+        if not reasons:
+            for package in self.requires:
+                check_import(package)
         return reasons
 
 
-def missing_package(package: str) -> str | None:
-    """A reason where ``package`` is not installed; BackendError where it is installed and broken."""
-    if importlib.util.find_spec(package) is None:
-        return f"package {package} is not installed (pip install {package})"
+def check_import(package: str) -> None:
+    """BackendError where an installed package fails to import."""
     try:
         importlib.import_module(package)
     except Exception as error:
         raise BackendError(
             f"package {package} is installed but fails to import ({type(error).__name__}: {error}); "
-            f"reinstall it with: pip install --force-reinstall {package}"
+            f"reinstall it with: pip install --force-reinstall {package}, or use --kernels graph"
         ) from error
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +160,10 @@ class Registry:
             raise InputError(f"unknown kernel policy '{policy}': choose one of {', '.join(POLICIES)}")
         rejected: list[Rejection] = []
         for kernel in self.candidates(query):
+            if kernel.kind == "fused" and policy == "graph":
+                rejected.append(Rejection(kernel.name, ("--kernels graph was asked for",)))
+                continue
             reasons = kernel.reasons_against(query)
-            if not reasons and kernel.kind == "fused" and policy == "graph":
-                reasons = ["--kernels graph was asked for"]
             if not reasons and kernel.kind == "graph" and policy == "fused":
                 reasons = ["it is a graph fallback, and --kernels fused was asked for"]
             if not reasons:

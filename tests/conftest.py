@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
-from oracle import fill_unused
+from oracle import BACKENDS, fill_unused
 
 from kvcore.backends import Backend, load_backend
 from kvcore.cache import RowBuffer
-
-# test id -> backend, device, package. nox -s tests-cuda names a GPU.
-BACKENDS = {
-    "reference": ("reference", None, "numpy"),
-    "mlx": ("metal", None, "mlx"),
-    "torch": ("cuda", os.environ.get("KVCORE_TEST_CUDA_DEVICE", "cpu"), "torch"),
-}
 
 
 @pytest.fixture(scope="session", params=BACKENDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,13 @@ from kvcore.cache import Cache, CacheSpec, LayerCache, RowBuffer
 from kvcore.layout import CODECS, KVView, Rotation, WindowPolicy
 from kvcore.modes import CODEC_FUNCTIONS, MODES
 from kvcore.ops import Array, Ops
+
+# test id -> backend, device, package. nox -s tests-cuda names a GPU.
+BACKENDS = {
+    "reference": ("reference", None, "numpy"),
+    "mlx": ("metal", None, "mlx"),
+    "torch": ("cuda", os.environ.get("KVCORE_TEST_CUDA_DEVICE", "cpu"), "torch"),
+}
 
 QUANTIZED = tuple(name for name, mode in MODES.items() if mode.quantized)
 FOLDED_AT_ONCE = tuple(name for name in QUANTIZED if not MODES[name].delegated)
@@ -174,7 +182,8 @@ def encode_on(backend: Backend, codec: str, rows: Array, *, layer: int = 0, part
 
 def fp16_steps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """How many fp16 numbers lie between two arrays of fp16 numbers, none negative."""
-    return np.abs(a.view(np.int16).astype(int) - b.view(np.int16).astype(int))
+    steps: np.ndarray = np.abs(a.view(np.int16).astype(int) - b.view(np.int16).astype(int))
+    return steps
 
 
 def assert_planes_follow_spec(

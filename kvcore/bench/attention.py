@@ -40,7 +40,6 @@ COLUMNS = (
     "percent_of_read",
     "error",
 )
-DELEGATED = "turbo4-delegated"  # after the hand-over its layout is that of turbo4-asym
 MiB = 1 << 20
 
 
@@ -74,7 +73,7 @@ def run(
     shapes: Sequence[Shape],
     modes: Sequence[str],
     *,
-    dtype: torch.dtype = torch.float16,
+    dtype: str = "float16",
     windows: Sequence[bool] = (True, False),
     repeats: int = 25,
     config: LaunchConfig | None = None,
@@ -88,7 +87,7 @@ def run(
         progress(f"{shape}: building")
         buffers = _buffer_count(shape, modes)
         with torch.no_grad():
-            variants = list(_variants(shape, modes, dtype, windows, buffers, config))
+            variants = list(_variants(shape, modes, getattr(torch, dtype), windows, buffers, config))
             progress(f"{shape}: timing {len(variants)} variants over {buffers} buffers")
             times = _interleaved([variant.run for variant in variants], repeats)
         base = median(next(t for v, t in zip(variants, times, strict=True) if v.kernel == "sdpa-cudnn"))
@@ -108,7 +107,7 @@ def _row(
     buffers: int,
     base: float,
     ceiling: float,
-    dtype: torch.dtype,
+    dtype: str,
 ) -> dict[str, Any]:
     us = median(sample) / buffers * 1e3
     deciles = quantiles(sample, n=10)
@@ -118,7 +117,7 @@ def _row(
         "mode": variant.mode,
         "kernel": variant.kernel,
         "window": variant.window,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype,
         "us": us,
         "us_p10": deciles[0] / buffers * 1e3,
         "us_p90": deciles[-1] / buffers * 1e3,

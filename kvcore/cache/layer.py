@@ -72,7 +72,7 @@ class LayerCache:
         self.layer = layer
         self.dtype = dtype
         self.folding = layout.quantized
-        shape = (batch, kv_heads)
+        self._shape = shape = (batch, kv_heads)
         k_rotation = Rotation.create(ops, layer, "k", layout.k_dim) if layout.k.codebook else None
         v_rotation = Rotation.create(ops, layer, "v", layout.v_dim) if layout.v.codebook else None
         self._k = _Part(ops, layout.k, layout.k_dim, shape, dtype, k_rotation)
@@ -97,7 +97,11 @@ class LayerCache:
         return self._folded_rows + self.rows_tail
 
     def append(self, k: Array, v: Array) -> None:
-        """Keep new rows raw: ``k`` [B, Hkv, n, k_dim] after RoPE, ``v`` [B, Hkv, n, v_dim]."""
+        """Keep new rows raw: ``k`` [B, Hkv, n, k_dim] after RoPE, ``v`` [B, Hkv, n, v_dim]. InputError for other shapes."""
+        count = int(k.shape[2])
+        for name, rows, dim in (("K", k, self.layout.k_dim), ("V", v, self.layout.v_dim)):
+            if tuple(rows.shape) != (expected := (*self._shape, count, dim)):
+                raise InputError(f"{name} rows of shape {tuple(rows.shape)}: this layer takes {expected}")
         self._k.tail.append(k)
         self._v.tail.append(v)
 

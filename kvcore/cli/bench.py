@@ -74,14 +74,12 @@ def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common:
         raise InputError(f"--bench-dtype {options.dtype}: choose float16 or bfloat16")
     backend = load_backend("cuda")
 
-    import torch
-
     from kvcore.bench.attention import COLUMNS, Shape, plot, run
 
     rows = run(
         [Shape(*shape, *heads) for shape in shapes],
         modes,
-        dtype=getattr(torch, options.dtype),
+        dtype=options.dtype,
         repeats=max(bench.repeats, 11),
         progress=note,
     )

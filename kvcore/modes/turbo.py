@@ -7,6 +7,9 @@ stored scale: scale = ‖x‖ / ‖levels[index]‖, so that a decoded vector ha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
 
 from kvcore.layout import Codebook, Codec, Rotation
 from kvcore.modes.int8 import FP16_MAX
@@ -23,10 +26,7 @@ def functions(codec: Codec):  # type: ignore[no-untyped-def]
         return _encode(ops, rows, rotation, book)
 
     def unpack(ops: Ops, planes: Mapping[str, Array]) -> tuple[Array, Array | None]:
-        levels = ops.asarray(book.as_array())
-        return ops.take(levels, unpack_indices(ops, planes["codes"], book.bits), 0), ops.astype(
-            planes["scale"], "float32"
-        )
+        return unpack_levels(ops, planes["codes"], book), ops.astype(planes["scale"], "float32")
 
     return encode, unpack
 
@@ -76,23 +76,20 @@ def pack_indices(ops: Ops, indices: Array, bits: int) -> Array:
     return ops.reshape(ops.stack([first, second, third], -1), (*lead, dim // 8 * 3))
 
 
-def unpack_indices(ops: Ops, codes: Array, bits: int) -> Array:
-    """The inverse of `pack_indices`: int32 [..., D]."""
+def unpack_levels(ops: Ops, codes: Array, book: Codebook) -> Array:
+    """uint8 [..., D·bits/8] -> levels float32 [..., D], by one look-up for two (4 bits) or four (3 bits) of them."""
     lead, width = tuple(codes.shape[:-1]), codes.shape[-1]
-    if bits == 4:
-        parts = [codes & 15, codes >> 4]
+    if book.bits == 4:
+        words = ops.astype(codes, "int32")
     else:
-        b = ops.reshape(codes, (*lead, width // 3, 3))
-        b0, b1, b2 = b[..., 0], b[..., 1], b[..., 2]
-        parts = [
-            b0 & 7,
-            (b0 >> 3) & 7,
-            (b0 >> 6) | ((b1 & 1) << 2),
-            (b1 >> 1) & 7,
-            (b1 >> 4) & 7,
-            (b1 >> 7) | ((b2 & 3) << 1),
-            (b2 >> 2) & 7,
-            b2 >> 5,
-        ]
-    indices = ops.reshape(ops.stack(parts, -1), (*lead, width * 8 // bits))
-    return ops.astype(indices, "int32")
+        b = ops.astype(ops.reshape(codes, (*lead, width // 3, 3)), "int32")
+        words = ops.stack([b[..., 0] | ((b[..., 1] & 15) << 8), (b[..., 1] >> 4) | (b[..., 2] << 4)], -1)
+    return ops.reshape(ops.take(_level_table(ops, book), words, 0), (*lead, width * 8 // book.bits))
+
+
+@lru_cache(maxsize=16)
+def _level_table(ops: Ops, book: Codebook) -> Array:
+    """Levels of all indices in a byte [256, 2], or in a 12-bit word [4096, 4]."""
+    words = np.arange(256 if book.bits == 4 else 4096)
+    shifts = np.arange(0, 8 if book.bits == 4 else 12, book.bits)
+    return ops.asarray(book.as_array()[(words[:, None] >> shifts) & (len(book.levels) - 1)])

@@ -12,7 +12,7 @@ from oracle import unpack_bits
 from kvcore.backends import Backend
 from kvcore.backends.reference import spec
 from kvcore.layout import TURBO3, TURBO4, Codebook
-from kvcore.modes.turbo import pack_indices, quantize, unpack_indices
+from kvcore.modes.turbo import pack_indices, quantize, unpack_levels
 
 shapes = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.integers(1, 16).map(lambda n: 8 * n))
 few = settings(max_examples=40, deadline=None)
@@ -36,11 +36,14 @@ def test_packing_is_one_little_endian_bit_stream_per_row(backend: Backend, bits:
 @each_width
 @few
 @given(data=st.data())
-def test_unpacking_any_bytes_gives_their_indices(backend: Backend, bits: int, data: st.DataObject) -> None:
+def test_unpacking_any_bytes_gives_the_levels_of_their_indices(
+    backend: Backend, bits: int, data: st.DataObject
+) -> None:
+    book = TURBO4 if bits == 4 else TURBO3
     widths = st.integers(1, 16).map(lambda n: n * bits)
     codes = data.draw(arrays(np.uint8, st.tuples(st.just(1), st.integers(1, 3), widths)))
-    indices = backend.ops.to_numpy(unpack_indices(backend.ops, backend.ops.asarray(codes), bits))
-    np.testing.assert_array_equal(indices, unpack_bits(codes, bits))
+    levels = backend.ops.to_numpy(unpack_levels(backend.ops, backend.ops.asarray(codes), book))
+    np.testing.assert_array_equal(levels, book.as_array()[unpack_bits(codes, bits)])
 
 
 @pytest.mark.parametrize(

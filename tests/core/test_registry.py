@@ -16,7 +16,7 @@ from kvcore.backends import Backend
 from kvcore.cache import CacheSpec
 from kvcore.errors import BackendError, InputError, UnsupportedError
 from kvcore.modes import MODES
-from kvcore.registry import POLICIES, Kernel, KernelQuery, Registry, missing_package, needs
+from kvcore.registry import POLICIES, Kernel, KernelQuery, Registry, needs
 
 QUERY = KernelQuery("attend", "cuda", "int8", "int8", "float16", head_dim=128, gqa_ratio=4, arch="sm_90")
 
@@ -177,13 +177,23 @@ def test_a_broken_package_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
         assert str(caught.value) == (
             "package kvcore_broken_package is installed but fails to import "
             "(OSError: libfoo.so.3: no such file); "
-            "reinstall it with: pip install --force-reinstall kvcore_broken_package"
+            "reinstall it with: pip install --force-reinstall kvcore_broken_package, or use --kernels graph"
         )
         assert caught.value.exit_code == 2
 
 
+def test_a_broken_package_is_not_imported_where_it_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kvcore_broken_too.py").write_text("raise OSError('broken')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = registry(replace(PICKY, requires=("kvcore_broken_too",)))
+    assert broken.resolve(replace(QUERY, head_dim=80)).kernel == "attend-graph"
+    assert broken.resolve(QUERY, "graph").rejected[0].reasons == ("--kernels graph was asked for",)
+
+
 def test_a_package_that_imports_is_no_reason() -> None:
-    assert missing_package("json") is None
+    assert registry(fused(requires=("json",))).resolve(QUERY).rejected == ()
 
 
 # Values

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import BACKENDS
 from oracle import (
+    BACKENDS,
     DTYPES,
     SMALL,
     assert_planes_follow_spec,

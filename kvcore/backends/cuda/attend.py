@@ -13,6 +13,7 @@ from kvcore.backends.cuda.kernels.fragments import TURBO3_MAGNITUDES, TURBO4_LOW
 from kvcore.layout import Layout, hadamard_dct, rotation_signs
 
 MAX_QUERY_ROWS = 16
+MAX_SPLITS = 128  # the combining program holds one row of each in registers
 NO_WINDOW = 1 << 30
 _TABLES = {"raw": 0, "int8": 0, "turbo4": TURBO4_LOW, "turbo3": TURBO3_MAGNITUDES}
 
@@ -80,18 +81,21 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     Register pressure decides: an accumulator holds D / 16 · columns / 8 fragments, a tile of K and V as much again.
     """
     wide = layout.k_dim > 128 or columns > 8
-    raw_bytes = (not layout.k.quantized) + (not layout.v.quantized)
-    if raw_bytes == 2:
-        warps, tiles, resident = 4, 1, 3
-    elif raw_bytes == 1:
-        warps, tiles, resident = 2, 1 if wide else 2, 3
+    raw_parts = (not layout.k.quantized) + (not layout.v.quantized)
+    if raw_parts == 2:
+        warps, tiles, resident = 4, 1, 2
+    elif raw_parts == 1:
+        warps, tiles, resident = 2, 1 if wide else 2, 4 if rows >= 64 else 3
+    elif wide:
+        warps, tiles, resident = 1, 1, 8
     else:
-        warps, tiles, resident = (1, 1, 8) if wide else (2, 4, 4)
-    total = max(1, processors * resident // rows)
-    if raw_bytes == 2:
-        return LaunchConfig(warps, 1, 1, 0, total, min(16, max(8, columns)))
-    raw_splits = min(4, total)
-    return LaunchConfig(warps, tiles, 1, total, raw_splits, min(16, max(8, columns)))
+        warps, tiles, resident = (1, 4, 8) if layout.k.codebook else (2, 4, 4)
+    total = max(1, min(MAX_SPLITS, processors * resident // rows))
+    width = min(16, max(8, columns))
+    if raw_parts == 2:
+        return LaunchConfig(warps, 1, 1, 0, total, width)
+    raw_splits = min(4, max(1, total // 4))
+    return LaunchConfig(warps, tiles, 1, max(1, total - raw_splits) if rows < 64 else total, raw_splits, width)
 
 
 def attend_pages(
@@ -140,7 +144,7 @@ def attend_pages(
         partial, peak, total, *rotation, out,
         splits=splits, COLUMNS=columns, NP=config.columns, D=dim, DP=outer * inner_padded, RAW_SPLITS=config.raw_splits,
         ROTATED=v_rotation is not None, DO=outer, DI=inner, DIP=inner_padded, SB=1 << (splits - 1).bit_length(),
-        CHUNK=min(64, 1 << (splits - 1).bit_length()), num_warps=8 if splits > 16 else 4,
+        num_warps=8 if splits > 16 else 4,
     )  # fmt: skip
     return out
 

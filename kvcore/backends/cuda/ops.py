@@ -76,6 +76,8 @@ class TorchOps:
     def take(self, x: torch.Tensor, indices: torch.Tensor, axis: int) -> torch.Tensor:
         if axis == 0 and x.ndim == 1:
             return x[indices.int()]
+        if axis == 0 and x.ndim == 2:
+            return torch.nn.functional.embedding(indices.int(), x)
         return torch.index_select(x, axis, indices.int())
 
     def write_rows(self, buffer: torch.Tensor, rows: torch.Tensor, start: int) -> torch.Tensor:

@@ -219,7 +219,7 @@ def combine_splits(  # type: ignore[no-untyped-def]
     PO, PM, PL, OUTER, INNER, SIGNS, OUT,
     splits: tl.constexpr, COLUMNS: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     RAW_SPLITS: tl.constexpr, ROTATED: tl.constexpr, DO: tl.constexpr, DI: tl.constexpr, DIP: tl.constexpr,
-    SB: tl.constexpr, CHUNK: tl.constexpr,
+    SB: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one (sequence, KV head, column) by log-sum-exp; OUT [rows, COLUMNS, D] in its own dtype.
 
@@ -230,37 +230,31 @@ def combine_splits(  # type: ignore[no-untyped-def]
     blocks: tl.constexpr = (COLUMNS + NP - 1) // NP
     base = (row * blocks + column // NP).to(tl.int64) * splits
     n = column % NP
-    every = tl.arange(0, SB)
-    m = tl.load(PM + (base + every) * NP + n, mask=every < splits, other=-1e30)
-    total = tl.load(PL + (base + every) * NP + n, mask=every < splits, other=0.0)
-    peak = tl.max(m, 0)
-    total = tl.sum(tl.where(m > -1e30, tl.exp2(m - peak), 0.0) * total, 0)
     d = tl.arange(0, DP)
     # Rotated vectors stand as [DO, DIP], so that they can be multiplied from both sides.
     place = d // DIP * DI + d % DIP if ROTATED else d
     stored = (d % DIP < DI) & (d // DIP < DO) if ROTATED else d < D
-    raw = tl.zeros([CHUNK, DP], tl.float32)
-    folded = tl.zeros([CHUNK, DP], tl.float32)
-    for start in tl.static_range(0, splits, CHUNK):
-        s = start + tl.arange(0, CHUNK)
-        live = s < splits
-        mc = tl.load(PM + (base + s) * NP + n, mask=live, other=-1e30)
-        weight = tl.where(mc > -1e30, tl.exp2(mc - peak), 0.0)
-        at = ((base + s) * NP + n)[:, None] * D + place[None, :]
-        o = tl.load(PO + at, mask=live[:, None] & stored[None, :], other=0.0)
-        if ROTATED and start < RAW_SPLITS:
-            raw += o * tl.where(s < RAW_SPLITS, weight, 0.0)[:, None]
-            weight = tl.where(s < RAW_SPLITS, 0.0, weight)
-        folded += o * weight[:, None]
-    out = tl.sum(folded, 0)
+    s = tl.arange(0, SB)
+    live = s < splits
+    # All loads come first: the launch is short, and each wait for memory in a row would show.
+    o = tl.load(PO + ((base + s) * NP + n)[:, None] * D + place[None, :], mask=live[:, None] & stored[None, :], other=0.0)
+    m = tl.load(PM + (base + s) * NP + n, mask=live, other=-1e30)
+    sums = tl.load(PL + (base + s) * NP + n, mask=live, other=0.0)
     if ROTATED:
         a, b = tl.arange(0, DO), tl.arange(0, DIP)
         inner = tl.load(INNER + b[:, None] * DI + b[None, :], mask=(b[:, None] < DI) & (b[None, :] < DI), other=0.0)
         outer = tl.load(OUTER + a[:, None] * DO + a[None, :])
-        x = tl.reshape(out, [DO, DIP])
+        signs = tl.load(SIGNS + place, mask=stored, other=0.0)
+    weight = tl.where(m > -1e30, tl.exp2(m - tl.max(m, 0)), 0.0)
+    total = tl.sum(weight * sums, 0)
+    if ROTATED:
+        raw = tl.sum(o * tl.where(s < RAW_SPLITS, weight, 0.0)[:, None], 0)
+        x = tl.reshape(tl.sum(o * tl.where(s < RAW_SPLITS, 0.0, weight)[:, None], 0), [DO, DIP])
         x = tl.sum(x[:, :, None] * inner[None, :, :], 1)
         x = tl.sum(outer[:, :, None] * x[:, None, :], 0)
-        out = tl.reshape(x, [DP]) * tl.load(SIGNS + place, mask=stored, other=0.0) + tl.sum(raw, 0)
+        out = tl.reshape(x, [DP]) * signs + raw
+    else:
+        out = tl.sum(o * weight[:, None], 0)
     out = out / tl.where(total > 0, total, 1.0)
     at = OUT + (row * COLUMNS + column).to(tl.int64) * D + place
     tl.store(at, out.to(OUT.dtype.element_ty), mask=stored)

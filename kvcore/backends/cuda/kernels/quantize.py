@@ -38,8 +38,8 @@ def finite_rows(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def power_of_two_under(x):  # type: ignore[no-untyped-def]
-    """1 / 2^floor(log2 x) for float32 x >= 0, kept within float32's normal numbers."""
-    exponent = tl.minimum(x.to(tl.int32, bitcast=True) >> 23, 253)
+    """1 / 2^floor(log2 x) for float32 x >= 0, kept within 2^-126 .. 2^95, where products with it stay finite."""
+    exponent = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True) >> 23, 32), 253)
     return ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 

@@ -174,10 +174,7 @@ def default_registry(backend: Backend) -> Registry:
 
 
 def decide(backend: Backend, registry: Registry, spec: CacheSpec, policy: str = "auto") -> tuple[Decision, ...]:
-    """One decision per cache operation of decode: attend, and encode where the mode quantizes.
-
-    UnsupportedError where the policy cannot be met.
-    """
+    """One decision per cache operation for decode. UnsupportedError where the policy cannot be met."""
     layout = spec.mode.layout(spec.head_dim, spec.v_head_dim)
     queries = (
         KernelQuery(
@@ -192,7 +189,7 @@ def decide(backend: Backend, registry: Registry, spec: CacheSpec, policy: str = 
             windowed=spec.mode.quantized,
             arch=backend.arch,
         )
-        for op in (("encode", "attend") if spec.mode.quantized else ("attend",))
+        for op in ("encode", "attend")
     )
     return tuple(registry.resolve(query, policy) for query in queries)
 
@@ -206,7 +203,7 @@ def make_cache(
     return Cache(
         backend.ops,
         spec,
-        LayerKernels(encode=run.get("encode", encode_graph), attend=run["attend"]),
+        LayerKernels(encode=run["encode"], attend=run["attend"]),
         decisions,
         raise_on_nonfinite=backend.raise_on_nonfinite,
     )

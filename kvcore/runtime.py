@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,7 @@ class Model:
             if raw or not self.tokenizer.has_chat_template:
                 return self.tokenizer.encode(prompt)
             return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
-        if prompt and isinstance(prompt[0], Mapping):
+        if len(prompt) and isinstance(prompt[0], Mapping):
             return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
         return self._checked_ids(prompt)  # type: ignore[arg-type]
 
@@ -100,10 +101,11 @@ class Model:
         return last
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
-        bad = next((i for i in ids if not 0 <= i < self.config.vocab_size), None)
+        checked = [index(i) for i in ids]
+        bad = next((i for i in checked if not 0 <= i < self.config.vocab_size), None)
         if bad is not None:
             raise InputError(f"token id {bad}: the vocabulary has ids 0 to {self.config.vocab_size - 1}")
-        return list(ids)
+        return checked
 
 
 def load(
@@ -125,7 +127,8 @@ def load(
     a GPU. ``progress(done, total)`` counts layers, ``notify`` hears of a download before it starts. Raises InputError,
     ModelError, BackendError or UnsupportedError before any weight is read where a setting cannot be met.
     """
-    mode = _as_mode(kv_cache_mode)
+    notices: list[str] = []
+    mode = _as_mode(kv_cache_mode, notices.append)
     loaded = load_backend(backend, device)
     compute = resolve_dtype(dtype)
     checkpoint = open_checkpoint(model, notify)
@@ -144,7 +147,7 @@ def load(
         registry=registry,
         kernels=kernels,
         name=checkpoint.model_name,
-        notices=checkpoint.notices if loaded.notice is None else (loaded.notice, *checkpoint.notices),
+        notices=(*notices, *([loaded.notice] if loaded.notice else []), *checkpoint.notices),
     )
 
 
@@ -156,8 +159,8 @@ def resolve_dtype(name: str) -> str | None:
     return None if wanted == "auto" else wanted
 
 
-def _as_mode(mode: str | Mode) -> Mode:
-    return mode if isinstance(mode, Mode) else resolve_mode(mode)
+def _as_mode(mode: str | Mode, notice: Callable[[str], None] = lambda _text: None) -> Mode:
+    return mode if isinstance(mode, Mode) else resolve_mode(mode, notice)
 
 
 def _cache_spec(config: LlamaConfig, mode: Mode, dtype: str, window: WindowPolicy, batch: int) -> CacheSpec:

@@ -36,6 +36,8 @@ class SamplingParams:
             raise InputError(f"top_k {self.top_k}: must be 0 (off) or more")
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise InputError(f"seed {self.seed}: must be from 0 to 2^64 - 1")
+        if isinstance(self.stop, str):
+            raise InputError(f"stop {self.stop!r}: must be a tuple of strings, as in stop=({self.stop!r},)")
         if any(not stop for stop in self.stop):
             raise InputError("stop: an empty stop string would stop at once; leave it out")
 

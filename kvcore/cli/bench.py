@@ -70,8 +70,8 @@ def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common:
     _positive("--repeats", bench.repeats)
     heads = _numbers("--heads", options.heads, "/", 3)
     shapes = [_numbers("--shapes", shape, "x", 2) for shape in options.shapes.split(",")]
-    if options.dtype not in ("float16", "bfloat16"):
-        raise InputError(f"--bench-dtype {options.dtype}: choose float16 or bfloat16")
+    if options.bench_dtype not in ("float16", "bfloat16"):
+        raise InputError(f"--bench-dtype {options.bench_dtype}: choose float16 or bfloat16")
     backend = load_backend("cuda")
 
     from kvcore.bench.attention import COLUMNS, Shape, plot, run
@@ -79,7 +79,7 @@ def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common:
     rows = run(
         [Shape(*shape, *heads) for shape in shapes],
         modes,
-        dtype=options.dtype,
+        dtype=options.bench_dtype,
         repeats=max(bench.repeats, 11),
         progress=note,
     )

@@ -183,12 +183,12 @@ class BenchOptions:
     """What both benchmarks take."""
 
     modes: Annotated[
-        str, flag("--modes", f"Modes to compare, comma-separated: {MODES}.", metavar="LIST", envvar="KVCORE_BENCH_MODES")
+        str, flag("--modes", f"Modes to compare, comma-separated: {MODES}.", metavar="LIST")
     ] = "fp16,int8,int8-turbo4,turbo4"
     repeats: Annotated[int, flag("--repeats", "Timed runs of each row.")] = 3
     out: Annotated[
         str | None,
-        flag("--out", "Folder for the Markdown, JSON lines, CSV and plot files.", metavar="DIR", envvar="KVCORE_BENCH_OUT"),
+        flag("--out", "Folder for the Markdown, JSON lines, CSV and plot files.", metavar="DIR"),
     ] = None
 
 
@@ -206,4 +206,4 @@ class AttentionBenchOptions:
         str, flag("--shapes", "BATCHxTOKENS, comma-separated; heads 32/8, head size 128.", metavar="LIST")
     ] = "1x2048,1x8192,1x32768,1x131072,4x32768,16x8192,16x32768,64x8192"
     heads: Annotated[str, flag("--heads", "Query heads, KV heads and head size.", metavar="Q/KV/D")] = "32/8/128"
-    dtype: Annotated[str, flag("--bench-dtype", "float16 or bfloat16.", metavar="DTYPE")] = "float16"
+    bench_dtype: Annotated[str, flag("--bench-dtype", "float16 or bfloat16.", metavar="DTYPE")] = "float16"

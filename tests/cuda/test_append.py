@@ -228,3 +228,16 @@ def test_B31_rows_beyond_2_to_the_31_elements_are_written(device: str) -> None:
     table, q_out = int32([[0, count - 1]], device), torch.empty(1, 1, 1, 1, 256, dtype=torch.float16, device=device)
     append(x, x, x, None, large, large, table, int32([PAGE + 8], device), int32([0], device), q_out)
     assert torch.equal(large[count - 1, 0, 7], x[0, 0, 0])
+
+
+def test_projections_of_more_than_2_to_the_31_elements_are_read(device: str) -> None:
+    """Three tokens so far apart that the last one's offset does not fit in 32 bits."""
+    stride = 2**30 + 64
+    large = torch.empty(2 * stride + 64, dtype=torch.float16, device=device)
+    x = large.as_strided((1, 3, 1, 64), (0, stride, 64, 1))
+    x.copy_(to_torch(gaussian(1, 3, 1, 64, dtype="float16"), device))
+    pages = storage("fp16", 64, [3], device, heads=1, dtype="float16")
+    q_out = torch.empty(1, 1, 3, 1, 64, dtype=torch.float16, device=device)
+    append(x, x, x, None, pages.raw["k"][0], pages.raw["v"][0], pages.raw_table, pages.lengths, pages.folded, q_out)
+    for got in (q_out[0, 0, :, 0], pages.rows("k", 0, 0, 3)[0, 0], pages.rows("v", 0, 0, 3)[0, 0]):
+        assert torch.equal(got, x[0, :, 0])

@@ -7,12 +7,14 @@ import pytest
 from oracle import assert_planes_follow_spec, cast, decode_planes, encode, gaussian, relative_mse, unpack_bits
 
 torch = pytest.importorskip("torch", reason="the package torch is not installed")
-pytest.importorskip("triton", reason="the package triton is not installed")
+triton = pytest.importorskip("triton", reason="the package triton is not installed")
 
+import triton.language as tl
 from paging import Storage, int32, poison, storage
 
 from kvcore.backends import load_backend
 from kvcore.backends.cuda.kernels.fold import Fold
+from kvcore.backends.cuda.kernels.quantize import nearest_level
 from kvcore.backends.cuda.kernels.rotate import rotation_matrices
 from kvcore.backends.cuda.native import PAGE
 from kvcore.backends.reference import spec
@@ -243,13 +245,31 @@ def test_B01_int8_scales_are_rounded_up_and_nothing_clips(device: str) -> None:
     assert (error <= stored.astype(np.float64)[:, None] / 2 * (1 + 1e-6)).all()
 
 
-def test_a_tie_with_a_midpoint_goes_down(device: str) -> None:
-    """The first row of R itself, times 8, is ±1 and rotates to 8 and exact zeros: 0 is a midpoint, its index is 7."""
-    rows = np.tile(8 * spec.rotation_matrix(0, "k", 64)[0], (PAGE, 1)).astype(np.float32)
-    planes = folded_rows("turbo4", "k", rows, "float16", device)
-    indices = unpack_bits(planes["codes"], 4)
-    assert (indices[..., 0] == 15).all()
-    assert (indices[..., 1:] == 7).all()
+@triton.jit
+def _nearest_level_kernel(Z, MAGNITUDE, SIGN, SQUARE, N: tl.constexpr, BITS: tl.constexpr):
+    at = tl.arange(0, N)
+    magnitude, sign, square = nearest_level(tl.load(Z + at), BITS)
+    tl.store(MAGNITUDE + at, magnitude)
+    tl.store(SIGN + at, sign)
+    tl.store(SQUARE + at, square)
+
+
+@pytest.mark.parametrize("codec", ["turbo4", "turbo3"])
+def test_an_index_counts_the_midpoints_strictly_below(device: str, codec: str) -> None:
+    """At each midpoint, one float32 number beside it on both sides, at ±0 and far outside: ties go down."""
+    book = CODECS[codec].codebook
+    assert book is not None
+    midpoints = np.array(book.midpoints, np.float32)
+    near = [midpoints, np.nextafter(midpoints, np.float32(np.inf)), np.nextafter(midpoints, np.float32(-np.inf))]
+    z = np.concatenate([*near, np.array([-0.0, 1e30, -1e30, 1e-45, -1e-45], np.float32)])
+    z = np.pad(z, (0, 64 - len(z)))
+    magnitude, sign = (torch.empty(64, dtype=torch.int32, device=device) for _ in range(2))
+    square = torch.empty(64, device=device)
+    _nearest_level_kernel[(1,)](torch.from_numpy(z).to(device), magnitude, sign, square, N=64, BITS=book.bits)
+    want, half = np.searchsorted(midpoints, z, side="left"), len(book.levels) // 2
+    got = np.where(sign.cpu() == 1, half - 1 - magnitude.cpu(), half + magnitude.cpu())
+    assert np.array_equal(got, want)
+    assert np.array_equal(square.cpu(), book.as_array()[want] ** 2)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])

@@ -332,3 +332,32 @@ def test_folded_rows_do_not_depend_on_the_chunking(chunk: int) -> None:
     assert (native.free_pages, raw.free_pages) == (0, 11 - 3)
     tables.upload()
     assert int(tables.sinks[0]) == 4
+
+
+def test_a_fork_keeps_the_sinks_of_a_released_source() -> None:
+    raw = pool(9)
+    tables = BlockTables(2, 8 * PAGE, WINDOW, raw, pool(6), "cpu")
+    tables.extend({0: 300})
+    tables.commit()
+    tables.fork(0, 1)
+    tables.release(0)
+    tables.upload()
+    assert raw.references(int(tables.sink_pages[1])) == 1
+    tables.release(1)
+    assert raw.free_pages == 9
+
+
+def test_pages_due_in_a_step_are_taken_once() -> None:
+    """Extended twice, and then cut below the fold: the page that was taken for it is given back."""
+    raw, native = pool(9), pool(6)
+    tables = BlockTables(1, 8 * PAGE, WINDOW, raw, native, "cpu")
+    tables.extend({0: 250})
+    tables.extend({0: 10})
+    tables.extend({0: 4})
+    assert (tables.due, native.free_pages) == (1, 5)
+    tables.trim(0, 8)
+    assert (tables.due, native.free_pages) == (1, 5)
+    tables.trim(0, 1)
+    assert (tables.due, native.free_pages) == (0, 6)
+    tables.commit()
+    assert (tables.length(0), tables.rows_folded(0)) == (255, 0)

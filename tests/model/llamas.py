@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,3 +143,31 @@ def in_mode(model: kvcore.Model, mode: str, window: WindowPolicy | None = None) 
 
 
 Loader = Callable[[str], kvcore.Model]
+
+
+class Recorder:
+    """A generation's step that keeps the logits of every call, and how many tokens it ran."""
+
+    def __init__(self, model: kvcore.Model) -> None:
+        self.model = model
+        self.counts: list[int] = []
+        self.scores: list[np.ndarray] = []
+
+    def __call__(self, ids: Sequence[int], cache: kvcore.Cache) -> np.ndarray:
+        scores = self.model.forward(np.asarray(ids, np.int32)[None], cache)[0, -1]
+        self.counts.append(len(ids))
+        self.scores.append(scores)
+        return scores
+
+    def generate(self, prompt: Sequence[int], max_tokens: int, chunk: int) -> kvcore.Generation:
+        """Greedy, past end tokens."""
+        return kvcore.Generation(
+            self,
+            self.model.tokenizer,
+            self.model.new_cache(),
+            prompt,
+            kvcore.SamplingParams(max_tokens=max_tokens),
+            eos_token_ids=frozenset(),
+            max_position=self.model.config.max_position,
+            prefill_step=chunk,
+        )

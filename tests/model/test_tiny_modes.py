@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from llamas import (
     BARE,
     QUANTIZED,
     SMALL,
+    Recorder,
     divergence,
     folded_rows,
     in_mode,
@@ -189,32 +189,6 @@ def test_B03_a_layer_of_zeros(reference: Backend, tmp_path: Path, mode: str, zer
 # Rows and bytes
 
 
-def watched(model: kvcore.Model, prompt: int, tokens: int, chunk: int) -> Iterator[kvcore.Cache]:
-    """A generation of ``tokens`` tokens; yields its cache after each step."""
-    cache, seen = model.new_cache(), []
-
-    def step(ids: Sequence[int], cache: kvcore.Cache) -> np.ndarray:
-        scores = model.forward(np.asarray(ids, np.int32)[None], cache)[0, -1]
-        seen.append(cache.offset)
-        return scores
-
-    generation = kvcore.Generation(
-        step,
-        model.tokenizer,
-        cache,
-        random_ids(prompt).tolist(),
-        kvcore.SamplingParams(max_tokens=tokens),
-        eos_token_ids=frozenset(),
-        max_position=4096,
-        prefill_step=chunk,
-    )
-    for _ in generation:
-        yield cache
-    assert generation.finish_reason == "length"
-    assert len(generation.token_ids) == tokens
-    assert seen[-1] == prompt + tokens - 1
-
-
 @pytest.mark.parametrize(
     ("prompt", "tokens", "chunk"),
     [(10, 1001, 512), (1000, 11, 1), (1000, 11, 7)],
@@ -225,16 +199,21 @@ def test_B105_decoded_tokens_are_folded_too(
 ) -> None:
     """At 1,010 rows 768 are folded, 242 in the tail and 4 are sinks, however they came in; 16-bit raw rows."""
     model = load_on(reference, tiny_folder(tmp_path), kv_cache_mode="int8", dtype="float16")
-    for cache in watched(model, prompt, tokens, chunk):
-        stats = cache.stats()
+    recorder = Recorder(model)
+    generation = recorder.generate(random_ids(prompt).tolist(), tokens, chunk)
+    for _ in generation:
+        stats = generation.cache.stats()
         tail = stats.tokens - stats.rows_folded
         assert stats.rows_folded == folded_rows(stats.tokens, DEFAULT)
         assert tail == stats.tokens or 128 <= tail <= 255
         per_head = (stats.rows_raw * 256) + stats.rows_folded * 132
         assert stats.kv_bytes == 2 * 2 * per_head
+    assert recorder.counts[-tokens + 1 :] == [1] * (tokens - 1)
+    assert len(generation.token_ids) == tokens
+    stats = generation.cache.stats()
     assert (stats.tokens, stats.rows_folded, stats.rows_raw) == (1010, 768, 4 + 242)
     assert stats.kv_bytes == 2 * 2 * ((4 + 242) * 256 + 768 * 132)
-    assert all(layer.rows_folded == 768 for layer in cache.layers)
+    assert all(layer.rows_folded == 768 for layer in generation.cache.layers)
 
 
 MARGINAL = {"fp16": 256, "int8": 132, "int8-turbo4": 100, "turbo4-asym": 162, "turbo4-delegated": 162}

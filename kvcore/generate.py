@@ -122,9 +122,7 @@ class Generation:
                 first = now
                 self._stats = replace(self._stats, time_to_first_token=now - start)
             self.token_ids.append(token)
-            self._stats = replace(
-                self._stats, generation_tokens=len(self.token_ids), decode_seconds=now - first
-            )
+            self._stats = replace(self._stats, generation_tokens=len(self.token_ids), decode_seconds=now - first)
             reason, piece = self._accept(token)
             if reason is None and self._cancelled:
                 reason, piece = "cancelled", piece + self._flush()

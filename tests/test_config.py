@@ -250,9 +250,7 @@ ROPE_CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1": {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
     "llama-3.2": {"rope_theta": 500000.0, "rope_scaling": LLAMA3 | {"factor": 32.0}},
     "rope_parameters": {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}},
-    "rope_parameters-linear": {
-        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 20000.0}
-    },
+    "rope_parameters-linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 20000.0}},
 }
 
 

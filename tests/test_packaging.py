@@ -91,9 +91,7 @@ def test_one_file_states_the_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+([ab]|rc|\.dev)?\d*", kvcore.__version__)
     assert PROJECT["project"]["dynamic"] == ["version"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "kvcore.version.__version__"}
-    assignments = [
-        p for p in (ROOT / "kvcore").rglob("*.py") if "__version__ =" in p.read_text(encoding="utf-8")
-    ]
+    assignments = [p for p in (ROOT / "kvcore").rglob("*.py") if "__version__ =" in p.read_text(encoding="utf-8")]
     assert assignments == [ROOT / "kvcore" / "version.py"]
 
 
@@ -133,9 +131,7 @@ def test_nox_offers_each_session() -> None:
         if isinstance(node, ast.FunctionDef)
         for decorator in node.decorator_list
     ]
-    named = {
-        name: re.search(r"name='([^']+)'", text) for name, text in decorators if text.startswith("nox.session")
-    }
+    named = {name: re.search(r"name='([^']+)'", text) for name, text in decorators if text.startswith("nox.session")}
     assert {match[1] if match else name for name, match in named.items()} >= SESSIONS
 
 

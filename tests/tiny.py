@@ -135,9 +135,7 @@ def write_tiny_llama(
     return folder
 
 
-def write_folder(
-    folder: Path, config: Mapping[str, Any], stored: Mapping[str, np.ndarray], shards: int
-) -> None:
+def write_folder(folder: Path, config: Mapping[str, Any], stored: Mapping[str, np.ndarray], shards: int) -> None:
     """config.json and one or several safetensors files with an index."""
     (folder / "config.json").write_text(json.dumps(dict(config)))
     if shards == 1:
@@ -227,9 +225,7 @@ def random_blocks(rows: int, columns: int, qtype: gguf.GGMLQuantizationType, see
     return blocks.reshape(rows, -1)
 
 
-def _add_gguf_tensor(
-    writer: gguf.GGUFWriter, name: str, array: np.ndarray, qtype: gguf.GGMLQuantizationType
-) -> None:
+def _add_gguf_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, qtype: gguf.GGMLQuantizationType) -> None:
     if array.ndim == 1 or qtype.name == "F32":
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(array))
         return
@@ -240,9 +236,7 @@ def _add_gguf_tensor(
     writer.add_tensor(gguf_name(name), raw, raw_dtype=qtype)
 
 
-def _mlx_tensors(
-    tensors: Mapping[str, np.ndarray], dtype: str, quantize: Mapping[str, Any]
-) -> dict[str, np.ndarray]:
+def _mlx_tensors(tensors: Mapping[str, np.ndarray], dtype: str, quantize: Mapping[str, Any]) -> dict[str, np.ndarray]:
     usual = {"bits": quantize["bits"], "group_size": quantize["group_size"]}
     differing = quantize.get("overrides", {}) | quantize.get("unlisted", {})
     stored = {}

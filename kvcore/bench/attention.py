@@ -168,9 +168,7 @@ def _variants(
             yield _paged(mode, layout, window, q, k, v, config)
 
 
-def _sdpa(
-    kind: SDPBackend, q: list[torch.Tensor], k: list[torch.Tensor], v: list[torch.Tensor]
-) -> Callable[[], Any]:
+def _sdpa(kind: SDPBackend, q: list[torch.Tensor], k: list[torch.Tensor], v: list[torch.Tensor]) -> Callable[[], Any]:
     def run() -> list[torch.Tensor]:
         with sdpa_kernel(kind):
             return [F.scaled_dot_product_attention(*x, enable_gqa=True) for x in zip(q, k, v, strict=True)]
@@ -198,9 +196,7 @@ def _paged(
     group = q[0].shape[1] // kv_heads
     calls, dense = [], (k[0], v[0])
     for i in range(len(k)):
-        pages, decoded = build_pages(
-            ops, layout, k[i], v[i], folded, sinks, (k_rotation, v_rotation), keep=i == 0
-        )
+        pages, decoded = build_pages(ops, layout, k[i], v[i], folded, sinks, (k_rotation, v_rotation), keep=i == 0)
         if i == 0:
             dense = decoded
         queries = q[i].reshape(batch, kv_heads, group, dim)
@@ -208,9 +204,7 @@ def _paged(
         calls.append((queries, rotated.to(torch.float16 if layout.k.quantized else queries.dtype), pages))
 
     def run(out_dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-        return [
-            attend_pages(*call, layout, v_rotation=undo, config=config, out_dtype=out_dtype) for call in calls
-        ]
+        return [attend_pages(*call, layout, v_rotation=undo, config=config, out_dtype=out_dtype) for call in calls]
 
     error = _error(run(torch.float32)[0].reshape(q[0].shape), q[0], *dense)
     limit = 2e-3 if layout.quantized else 1e-3 if k[0].dtype == torch.float16 else 2e-3
@@ -235,7 +229,7 @@ def build_pages(
     *,
     keep: bool,
 ) -> tuple[Pages, tuple[torch.Tensor, torch.Tensor]]:
-    """Pages in shuffled order of K and V [B, Hkv, T, D]; with ``keep`` also the rows as attention sees them, float32."""
+    """Pages in shuffled order of K and V [B, Hkv, T, D]; with ``keep`` also the rows as attention sees them."""
     batch, heads, tokens, _ = k.shape
     count = folded // PAGE
     raw_count = -(-(tokens - folded) // PAGE)
@@ -256,9 +250,7 @@ def build_pages(
         planes[f"raw_{part}"] = _scatter(raw, raw_order)
         if keep:
             decoded = CODEC_FUNCTIONS[codec.name].decode(ops, canonical, rotation)
-            seen.append(
-                torch.cat([rows[:, :, :sinks].float(), decoded[:, :, sinks:], rows[:, :, folded:].float()], 2)
-            )
+            seen.append(torch.cat([rows[:, :, :sinks].float(), decoded[:, :, sinks:], rows[:, :, folded:].float()], 2))
     counts = {"sinks": min(sinks, folded), "folded": folded, "length": tokens}
     pages = Pages(
         **planes,
@@ -324,7 +316,7 @@ def _timer(sample: list[float]) -> Iterator[None]:
 
 
 @triton.jit
-def _read(x, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read(x, out, n, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         total += tl.load(x + start + tl.arange(0, BLOCK)).to(tl.float32)
@@ -355,9 +347,7 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
     figure, axes = plt.subplots(figsize=(max(6.0, 1.6 * len(shapes)), 4.5))
     width = 0.8 / len(names)
     for i, name in enumerate(names):
-        values = [
-            next((r["speedup"] for r in ours if (r["shape"], r["mode"]) == (s, name)), 0.0) for s in shapes
-        ]
+        values = [next((r["speedup"] for r in ours if (r["shape"], r["mode"]) == (s, name)), 0.0) for s in shapes]
         axes.bar([x + i * width for x in range(len(shapes))], values, width, label=name)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks([x + 0.4 - width / 2 for x in range(len(shapes))], shapes, rotation=20, ha="right")

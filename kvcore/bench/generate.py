@@ -66,9 +66,7 @@ def run(
     return rows
 
 
-def _row(
-    mode: str, length: int, samples: list[tuple[float, float]], generation: Any, model: Model
-) -> dict[str, Any]:
+def _row(mode: str, length: int, samples: list[tuple[float, float]], generation: Any, model: Model) -> dict[str, Any]:
     cache = generation.cache
     stats = cache.stats()
     decode = [rate for _, rate in samples]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvcore.cache.layer import LayerCache, LayerKernels
@@ -23,7 +23,7 @@ class CacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: str
-    window: WindowPolicy = WindowPolicy()
+    window: WindowPolicy = field(default_factory=WindowPolicy)
     batch: int = 1
     v_head_dim: int | None = None
 

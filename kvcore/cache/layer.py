@@ -97,7 +97,10 @@ class LayerCache:
         return self._folded_rows + self.rows_tail
 
     def append(self, k: Array, v: Array) -> None:
-        """Keep new rows raw: ``k`` [B, Hkv, n, k_dim] after RoPE, ``v`` [B, Hkv, n, v_dim]. InputError for other shapes."""
+        """Keep new rows raw: ``k`` [B, Hkv, n, k_dim] after RoPE, ``v`` [B, Hkv, n, v_dim].
+
+        Raises InputError for other shapes.
+        """
         count = int(k.shape[2])
         for name, rows, dim in (("K", k, self.layout.k_dim), ("V", v, self.layout.v_dim)):
             if tuple(rows.shape) != (expected := (*self._shape, count, dim)):

@@ -25,9 +25,7 @@ class RowBuffer:
         "reallocations",
     )
 
-    def __init__(
-        self, ops: Ops, batch: int, heads: int, width: int, dtype: str, first_capacity: int = 256
-    ) -> None:
+    def __init__(self, ops: Ops, batch: int, heads: int, width: int, dtype: str, first_capacity: int = 256) -> None:
         self._ops, self._batch, self._heads, self._width, self._dtype = ops, batch, heads, width, dtype
         self._first_capacity = first_capacity
         self._buffer: Array | None = None

@@ -182,9 +182,9 @@ class ConvertOptions:
 class BenchOptions:
     """What both benchmarks take."""
 
-    modes: Annotated[
-        str, flag("--modes", f"Modes to compare, comma-separated: {MODES}.", metavar="LIST")
-    ] = "fp16,int8,int8-turbo4,turbo4"
+    modes: Annotated[str, flag("--modes", f"Modes to compare, comma-separated: {MODES}.", metavar="LIST")] = (
+        "fp16,int8,int8-turbo4,turbo4"
+    )
     repeats: Annotated[int, flag("--repeats", "Timed runs of each row.")] = 3
     out: Annotated[
         str | None,

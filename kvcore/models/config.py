@@ -206,8 +206,7 @@ def _dtype(fields: Fields) -> str:
 def _consistent(config: LlamaConfig, where: str) -> LlamaConfig:
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
-            f"{where}: {config.num_heads} attention heads are not divisible by "
-            f"{config.num_kv_heads} key/value heads"
+            f"{where}: {config.num_heads} attention heads are not divisible by {config.num_kv_heads} key/value heads"
         )
     if config.head_dim % 2:
         raise ModelError(f"{where}: head_dim {config.head_dim} is odd; RoPE rotates pairs of dimensions")

@@ -110,9 +110,7 @@ def rope_from_gguf(metadata: Mapping[str, object], where: str) -> RopeConfig:
         linear = "llama.rope.scaling.type" not in metadata and factor != 1.0
         return RopeConfig("linear", theta, factor) if linear else RopeConfig("default", theta)
     if kind != "linear":
-        raise ModelError(
-            f"{where}: llama.rope.scaling.type {quoted(kind)} is not supported (supported: none, linear)"
-        )
+        raise ModelError(f"{where}: llama.rope.scaling.type {quoted(kind)} is not supported (supported: none, linear)")
     return RopeConfig("linear", theta, factor)
 
 

@@ -1,8 +1,8 @@
 """The codecs as graph operations over the array protocol, the same on every backend.
 
 ``encode`` turns rows [B, H, T, D] of any float dtype into planes; arithmetic is float32. ``unpack`` returns
-values and a scale so that row = Rᵀ(values) · scale (R only for the turbo codecs): attention multiplies its logits by the
-scale and never rotates the cache back. ``decode`` returns the rows.
+values and a scale so that row = Rᵀ(values) · scale (R only for the turbo codecs): attention multiplies its logits by
+the scale and never rotates the cache back. ``decode`` returns the rows.
 """
 
 from __future__ import annotations

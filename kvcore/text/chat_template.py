@@ -68,9 +68,7 @@ class ChatTemplate:
         try:
             return template.render(context)
         except _RejectedError as error:
-            raise InputError(
-                f"{self.where}: the chat template rejects these messages: {_line(error)}"
-            ) from error
+            raise InputError(f"{self.where}: the chat template rejects these messages: {_line(error)}") from error
         except Exception as error:  # a template is a program of its own and can fail in any way
             raise InputError(f"{self.where}: the chat template failed: {_line(error)}; {_INSTEAD}") from error
 
@@ -108,9 +106,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML characters, which a prompt must keep."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

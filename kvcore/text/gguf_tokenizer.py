@@ -183,13 +183,9 @@ def _sentencepiece_bpe(fields: _Fields, tokens: Sequence[str], types: Sequence[i
     return backend
 
 
-def _merges_from_scores(
-    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
-) -> list[tuple[str, str]]:
+def _merges_from_scores(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose union scores highest: BPE with every such pair as a merge."""
-    ids = {
-        text: i for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind == TokenType.NORMAL
-    }
+    ids = {text: i for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind == TokenType.NORMAL}
     ranked = [
         (-scores[i], i, ids[text[:cut]], ids[text[cut:]])
         for text, i in ids.items()

@@ -74,9 +74,7 @@ class Tokenizer:
         settings = _read_json(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | settings)
         known = {role: text for role, text in special_tokens.items() if backend.token_to_id(text) is not None}
-        backend.add_special_tokens(
-            [AddedToken(text, special=True, normalized=False) for text in known.values()]
-        )
+        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in known.values()])
         first = _leading_special_token(backend)
         if first is not None:
             known.setdefault("bos_token", first)
@@ -177,9 +175,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError(f"{self.where} has no chat template; give one with --chat-template, or use --raw")
-        return self.chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, **template_variables
-        )
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **template_variables)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; bytes that form no character become U+FFFD."""
@@ -258,9 +254,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _folder_template(
-    folder: Path, settings: Mapping[str, Any], variables: Mapping[str, str]
-) -> ChatTemplate | None:
+def _folder_template(folder: Path, settings: Mapping[str, Any], variables: Mapping[str, str]) -> ChatTemplate | None:
     """The chat template of a folder: its own file, else the one in the configuration."""
     path = folder / "chat_template.jinja"
     if path.is_file():

@@ -117,8 +117,7 @@ def _check_dtypes(config: LlamaConfig, tensors: FolderTensors, folder: Path) -> 
         dtype = entries[name].dtype
         if name.removesuffix(".weight") not in tensors.formats and dtype not in DENSE_DTYPES:
             raise ModelError(
-                f"{folder}: {name} has dtype {quoted(dtype)}, not supported "
-                f"(supported: {', '.join(DENSE_DTYPES)})"
+                f"{folder}: {name} has dtype {quoted(dtype)}, not supported (supported: {', '.join(DENSE_DTYPES)})"
             )
 
 
@@ -176,9 +175,7 @@ def _open_gguf(path: Path, name: str | None) -> Checkpoint:
     config = replace(config, dtype=DENSE_DTYPES.get(found[EMBEDDING].type_name, config.dtype))
     counts = dequantized_types(tensors)
     listed = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-    notice = (
-        f"{path.name}: {listed} tensors are dequantized, having no affine form (kvcore convert requantizes)"
-    )
+    notice = f"{path.name}: {listed} tensors are dequantized, having no affine form (kvcore convert requantizes)"
     title = header.metadata.get("general.name")
     return Checkpoint(
         config=config,

@@ -165,9 +165,7 @@ def _times(scales: npt.NDArray[np.float16], power: int) -> npt.NDArray[np.generi
     return exact.astype(np.float16) if fits else exact
 
 
-def _affine(
-    codes: Bytes, scales: npt.NDArray[np.float16], biases: npt.NDArray[np.generic], bits: int
-) -> AffineWeight:
+def _affine(codes: Bytes, scales: npt.NDArray[np.float16], biases: npt.NDArray[np.generic], bits: int) -> AffineWeight:
     words = np.ascontiguousarray(codes).reshape(codes.shape[0], -1).view("<u4")
     return AffineWeight(
         words.astype(np.uint32, copy=False), scales.astype(biases.dtype, copy=False), biases, bits, GROUP

@@ -98,9 +98,7 @@ def _alignment(path: Path, metadata: dict[str, object]) -> int:
     return alignment
 
 
-def _placed(
-    path: Path, entries: list[GgufTensor], start: int, alignment: int, size: int
-) -> dict[str, GgufTensor]:
+def _placed(path: Path, entries: list[GgufTensor], start: int, alignment: int, size: int) -> dict[str, GgufTensor]:
     """Entries by name with absolute offsets; aligned, within the file and without overlap."""
     tensors: dict[str, GgufTensor] = {}
     end, previous = start, "the header"

@@ -116,14 +116,10 @@ def _check_dense(dtype: str, module: str, setting: ModuleSetting | None, where: 
     if dtype == "U32":
         raise ModelError(f"{where}: missing: {module}.scales")
     if setting is not None and setting.bits is not None:
-        raise ModelError(
-            f"{where}: {module}: config.json says {setting}, but the tensor is {dtype} and has no scales"
-        )
+        raise ModelError(f"{where}: {module}: config.json says {setting}, but the tensor is {dtype} and has no scales")
 
 
-def _module_format(
-    entries: Mapping[str, Entry], module: str, shape: tuple[int, ...], where: str
-) -> AffineFormat:
+def _module_format(entries: Mapping[str, Entry], module: str, shape: tuple[int, ...], where: str) -> AffineFormat:
     """Bits = packed columns * 32 / inputs, group size = inputs / columns of scales."""
     if f"{module}.biases" not in entries:
         raise ModelError(f"{where}: missing: {module}.biases")

@@ -113,9 +113,7 @@ def _check_overlap(entries: Mapping[str, Entry], path: Path) -> None:
         end, previous = entry.end, name
 
 
-def write_safetensors(
-    path: Path, tensors: Mapping[str, npt.NDArray[np.generic]], metadata: Mapping[str, str]
-) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, npt.NDArray[np.generic]], metadata: Mapping[str, str]) -> None:
     """Write arrays of the dtypes in ``DTYPES``. Wider elements come first, so that every array is aligned."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))

@@ -153,9 +153,7 @@ def _write_config(folder: Path, config: Mapping[str, object]) -> None:
     _write_json(folder / "generation_config.json", tokens)
 
 
-def _quantization(
-    formats: Mapping[str, AffineFormat | None], sizes: Counter[AffineFormat | None]
-) -> dict[str, object]:
+def _quantization(formats: Mapping[str, AffineFormat | None], sizes: Counter[AffineFormat | None]) -> dict[str, object]:
     """mlx-lm's block: the usual format, then every module that has another one (false: not quantized)."""
     usual = next((found for found, _ in sizes.most_common() if found is not None), None)
     if usual is None:
@@ -222,9 +220,7 @@ class _Shards:
             self._part(i).rename(self._folder / file)
         weight_map = {name: file for file, names in zip(files, self._written, strict=True) for name in names}
         metadata = {"total_size": self.nbytes}
-        _write_json(
-            self._folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-        )
+        _write_json(self._folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
         return files
 
     def _part(self, index: int) -> Path:

@@ -68,9 +68,7 @@ class AffineWeight:
 
     def rows(self, index: slice | npt.NDArray[np.integer]) -> AffineWeight:
         """The chosen rows, still packed: codes, scales and biases move together."""
-        return AffineWeight(
-            self.codes[index], self.scales[index], self.biases[index], self.bits, self.group_size
-        )
+        return AffineWeight(self.codes[index], self.scales[index], self.biases[index], self.bits, self.group_size)
 
     def dequantize(self) -> npt.NDArray[np.float32]:
         """float32 [out, in]. With 16-bit scales the products are exact, so only the sum rounds."""

@@ -1,4 +1,4 @@
-"""Attention over pages against float64 attention over what the pages hold: interpreted without a GPU, compiled on one."""
+"""Attention over pages against float64 attention over what they hold: interpreted without a GPU, compiled on one."""
 
 from __future__ import annotations
 

@@ -39,6 +39,4 @@ def smollm2(smollm2_metadata: dict[str, Any], smollm2_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.from_folder(
-        write_tiny_tokenizer(tmp_path_factory.mktemp("tiny"), chat_template=CHAT_TEMPLATE)
-    )
+    return Tokenizer.from_folder(write_tiny_tokenizer(tmp_path_factory.mktemp("tiny"), chat_template=CHAT_TEMPLATE))

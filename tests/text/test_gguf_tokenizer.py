@@ -81,19 +81,13 @@ def test_smollm2_equals_transformers(smollm2: Tokenizer, smollm2_transformers: A
 
 
 # transformers' conversion does not split numbers, which shows only at those that merges cover: not at 0 to 9.
-@given(
-    text=st.text(st.characters(exclude_categories=("Cs", "Nd", "Nl", "No")) | st.sampled_from("0123456789  '"))
-)
-def test_smollm2_equals_transformers_on_any_text(
-    smollm2: Tokenizer, smollm2_transformers: Any, text: str
-) -> None:
+@given(text=st.text(st.characters(exclude_categories=("Cs", "Nd", "Nl", "No")) | st.sampled_from("0123456789  '")))
+def test_smollm2_equals_transformers_on_any_text(smollm2: Tokenizer, smollm2_transformers: Any, text: str) -> None:
     assert smollm2.encode(text) == smollm2_transformers(text).input_ids
 
 
 @given(text=st.text() | st.text(st.sampled_from("1٣½² \n'sa.")))
-def test_smollm2_equals_its_original_on_any_text(
-    smollm2: Tokenizer, smollm2_as_trained: Backend, text: str
-) -> None:
+def test_smollm2_equals_its_original_on_any_text(smollm2: Tokenizer, smollm2_as_trained: Backend, text: str) -> None:
     assert smollm2.encode(text) == smollm2_as_trained.encode(text).ids
 
 
@@ -230,9 +224,7 @@ def test_who_decides_on_bos(fields: dict[str, Any], adds: bool) -> None:
 
 
 def test_B53_gguf_that_adds_bos_with_a_template_that_has_it() -> None:
-    metadata = byte_level(add_bos_token=True) | {
-        "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"
-    }
+    metadata = byte_level(add_bos_token=True) | {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
     ids = Tokenizer.from_gguf(metadata, "x.gguf").encode_chat(HI)
     assert ids[:2].count(257) == 1
 

@@ -43,9 +43,7 @@ def test_tiny_tokenizer_has_the_size_asked_for(tmp_path: Path, vocab_size: int) 
 
 
 @pytest.mark.parametrize("add_bos", [True, False], ids=["bos", "no-bos"])
-@pytest.mark.parametrize(
-    "template", [CHAT_TEMPLATE, WITHOUT_BOS], ids=["template-with-bos", "template-without"]
-)
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, WITHOUT_BOS], ids=["template-with-bos", "template-without"])
 def test_M6_B53_exactly_one_bos(tmp_path: Path, template: str, add_bos: bool) -> None:
     tokenizer = Tokenizer.from_folder(write_tiny_tokenizer(tmp_path, chat_template=template, add_bos=add_bos))
     wanted = 1 if add_bos or template is CHAT_TEMPLATE else 0
@@ -209,9 +207,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGE.values(), ids=DAMAGE.keys())
-def test_M4_damaged_files_are_named_in_one_line(
-    tmp_path: Path, name: str, content: bytes | None, message: str
-) -> None:
+def test_M4_damaged_files_are_named_in_one_line(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     write_tiny_tokenizer(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     if content is not None:
@@ -235,8 +231,6 @@ def test_lone_surrogate(tiny: Tokenizer) -> None:
 
 def test_importing_text_needs_no_framework() -> None:
     code = "import sys, kvcore.text; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "kvcore.text.tokenizer" in loaded
     assert {"torch", "mlx", "transformers", "huggingface_hub", "gguf"}.isdisjoint(loaded)

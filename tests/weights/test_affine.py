@@ -24,9 +24,7 @@ def awkward_rows(columns: int) -> np.ndarray:
     return rows
 
 
-@given(
-    bits=st.sampled_from(AFFINE_BITS), rows=st.integers(1, 4), words=st.integers(1, 6), seed=st.integers(0, 99)
-)
+@given(bits=st.sampled_from(AFFINE_BITS), rows=st.integers(1, 4), words=st.integers(1, 6), seed=st.integers(0, 99))
 def test_unpack_undoes_pack(bits: int, rows: int, words: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 2**bits, (rows, words * 32), dtype=np.uint8)
     packed = pack(codes, bits)

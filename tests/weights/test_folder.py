@@ -155,9 +155,7 @@ def test_B165_bits_come_from_the_shapes_where_config_is_silent(tmp_path: Path) -
     ],
     ids=["bits", "group", "bits-only", "false"],
 )
-def test_B165_contradiction_names_module_and_both_numbers(
-    tmp_path: Path, override: object, words: list[str]
-) -> None:
+def test_B165_contradiction_names_module_and_both_numbers(tmp_path: Path, override: object, words: list[str]) -> None:
     folder = write_tiny_llama(tmp_path / "m", quantize=Q4)
     module = "model.layers.1.mlp.up_proj"
     change_json(folder / "config.json", quantization=Q4 | {module: override})
@@ -196,9 +194,7 @@ def test_quantization_config_is_the_older_name(tmp_path: Path) -> None:
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
-def test_unsupported_quantization_is_refused_by_name(
-    tmp_path: Path, config: dict[str, Any], words: list[str]
-) -> None:
+def test_unsupported_quantization_is_refused_by_name(tmp_path: Path, config: dict[str, Any], words: list[str]) -> None:
     folder = write_tiny_llama(tmp_path / "m", layers=1)
     change_json(folder / "config.json", **config)
     message = error_of(folder)

@@ -33,9 +33,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
     return left.keys() == right.keys() and all(
-        left[k].dtype == right[k].dtype
-        and left[k].shape == right[k].shape
-        and left[k].tobytes() == right[k].tobytes()
+        left[k].dtype == right[k].dtype and left[k].shape == right[k].shape and left[k].tobytes() == right[k].tobytes()
         for k in left
     )
 

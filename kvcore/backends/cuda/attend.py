@@ -116,7 +116,8 @@ def attend_pages(
     q          [sequences, Hkv, n · group, D] in the raw rows' dtype: query row major, then the head of the group
     q_rotated  the same after R_K, fp16 (q itself where K is not rotated)
     v_rotation None where V is not rotated
-    Returns [sequences, Hkv, n · group, D] in ``out_dtype``, by default q's. Enqueues two launches and never waits for the device.
+    Returns [sequences, Hkv, n · group, D] in ``out_dtype``, by default q's. Enqueues two launches and never waits for
+    the device.
     """
     sequences, kv_heads, columns, dim = q.shape
     rows = sequences * kv_heads

@@ -71,9 +71,7 @@ def pack_bits(indices: npt.NDArray[np.intp], bits: int) -> npt.NDArray[np.uint8]
     return np.packbits(stream.reshape(*indices.shape[:-1], -1).astype(np.uint8), -1, bitorder="little")
 
 
-def attention(
-    q: Floats, k: Floats, v: Floats, scale: float, window: int | None = None
-) -> npt.NDArray[np.float64]:
+def attention(q: Floats, k: Floats, v: Floats, scale: float, window: int | None = None) -> npt.NDArray[np.float64]:
     """softmax(scale · q kᵀ) v in float64: q [B, Hq, n, D], k and v [B, Hkv, T, D]; the queries are the newest rows."""
     group, rows, tokens = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     wide_k, wide_v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))

@@ -21,7 +21,7 @@ TURN = tl.constexpr(6.283185307179586)
 
 
 @triton.jit
-def angles_kernel(INV_FREQ, POSITIONS, COS, SIN, n, HALF: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+def angles_kernel(INV_FREQ, POSITIONS, COS, SIN, n, HALF: tl.constexpr, PADDED: tl.constexpr):
     """Grid (sequences · n). Angles in float64, where long contexts keep their phase; see `rope_angles`."""
     token = tl.program_id(0)
     position = tl.load(POSITIONS + token // n) - n + token % n
@@ -35,7 +35,7 @@ def angles_kernel(INV_FREQ, POSITIONS, COS, SIN, n, HALF: tl.constexpr, PADDED: 
 
 
 @triton.jit
-def _load_turned(X, at, COS, SIN, angle, valid, D: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_turned(X, at, COS, SIN, angle, valid, D: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr):
     """Both halves of the rows at ``at`` after RoPE (halves paired as Hugging Face does), in their own dtype."""
     half: tl.constexpr = D // 2
     d = tl.arange(0, PADDED)
@@ -52,7 +52,7 @@ def _load_turned(X, at, COS, SIN, angle, valid, D: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
-def _store_halves(OUT, at, first, second, valid, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_halves(OUT, at, first, second, valid, D: tl.constexpr):
     d = tl.arange(0, first.shape[1])
     inside = valid[:, None] & (d < D // 2)[None, :]
     tl.store(OUT + at[:, None] + d[None, :], first, mask=inside)
@@ -60,7 +60,7 @@ def _store_halves(OUT, at, first, second, valid, D: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def _queries(  # type: ignore[no-untyped-def]
+def _queries(
     Q, COS, SIN, MATRIX, Q_OUT, Q_PAGES, seq, h, block, n, q_seq, q_token, q_head,
     GROUP: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def _queries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rows(  # type: ignore[no-untyped-def]
+def _rows(
     K, V, COS, SIN, RAW_K, RAW_V, K_OUT, RAW_TABLE, LENGTHS, FOLDED, seq, h, block, n,
     k_seq, k_token, k_head, v_seq, v_token, v_head, raw_stride, SHAPE: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +121,7 @@ def _rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def append_kernel(  # type: ignore[no-untyped-def]
+def append_kernel(
     Q, K, V, COS, SIN, MATRIX, RAW_K, RAW_V, Q_OUT, Q_PAGES, K_OUT, RAW_TABLE, LENGTHS, FOLDED,
     n, q_seq, q_token, q_head, k_seq, k_token, k_head, v_seq, v_token, v_head, raw_stride,
     GROUP: tl.constexpr, SHAPE: tl.constexpr,

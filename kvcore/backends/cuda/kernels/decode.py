@@ -34,7 +34,17 @@ SMALLEST_SCALE = tl.constexpr(2.0**-24)  # the smallest fp16 number
 
 
 @jit
-def _load_q(Q, row, columns, col0, OPERAND: tl.constexpr, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, NP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_q(
+    Q,
+    row,
+    columns,
+    col0,
+    OPERAND: tl.constexpr,
+    CODEC: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    NP: tl.constexpr,
+):
     """Columns col0 .. col0 + NP of Q [rows, columns, D] as second operand [W, DP, NP], d in K's order."""
     DP: gl.constexpr = padded(D)
     k = gl.arange(0, DP, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))
@@ -46,7 +56,21 @@ def _load_q(Q, row, columns, col0, OPERAND: tl.constexpr, CODEC: tl.constexpr, D
 
 
 @jit
-def _tile_address(i, RAW: tl.constexpr, TABLE, SINK, h, seq, sinks, tail, HKV: tl.constexpr, STRIDE, W: tl.constexpr, T: tl.constexpr, LANE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile_address(
+    i,
+    RAW: tl.constexpr,
+    TABLE,
+    SINK,
+    h,
+    seq,
+    sinks,
+    tail,
+    HKV: tl.constexpr,
+    STRIDE,
+    W: tl.constexpr,
+    T: tl.constexpr,
+    LANE: tl.constexpr,
+):
     """Where the warps' tiles of step i are: plane row (page, head), first token within the page, valid rows, and the
     position of the first token within its part. A raw part has the sinks as its first tile."""
     tile = i * W + gl.arange(0, W, LANE)
@@ -65,7 +89,20 @@ def _tile_address(i, RAW: tl.constexpr, TABLE, SINK, h, seq, sinks, tail, HKV: t
 
 
 @jit
-def _load_tile(K, V, KS, VS, page, token, rows, KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_tile(
+    K,
+    V,
+    KS,
+    VS,
+    page,
+    token,
+    rows,
+    KC: tl.constexpr,
+    VC: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    MT: tl.constexpr,
+):
     """Everything of one tile: K, V, turbo3 signs, K scale, V scale (what a codec lacks repeats ``page``)."""
     k = load_k(K, page * PAGE + token, rows, KC, D, W, MT)
     row = page * PAGE + token
@@ -78,13 +115,13 @@ def _load_tile(K, V, KS, VS, page, token, rows, KC: tl.constexpr, VC: tl.constex
 
 
 @jit
-def _power_of_two_below(x):  # type: ignore[no-untyped-def]
+def _power_of_two_below(x):
     """1 / 2^floor(log2 x) for float32 x > 0, exactly."""
     return ((254 << 23) - (x.to(gl.int32, bitcast=True) & 0x7F800000)).to(gl.float32, bitcast=True)
 
 
 @jit
-def _stream(  # type: ignore[no-untyped-def]
+def _stream(
     Q, K, V, KS, VS, TABLE, SINK, PO, PM, PL,
     row, slot, seq, h, col0, columns, begin, end, sinks, tail, offset, length, scale, STRIDE, window,
     k_table, v_table,
@@ -113,10 +150,14 @@ def _stream(  # type: ignore[no-untyped-def]
     for i in range(loop_bound(begin), loop_bound(end)):
         k_now, v_now, signs_now, ks_now, vs_now, rows_now, first_now = k, v, signs, ks, vs, rows, first
         following = gl.minimum(i + 1, end - 1)
-        page, token, rows, first = _tile_address(following, RAW, TABLE, SINK, h, seq, sinks, tail, HKV, STRIDE, W, T, warp_rows)
+        page, token, rows, first = _tile_address(
+            following, RAW, TABLE, SINK, h, seq, sinks, tail, HKV, STRIDE, W, T, warp_rows
+        )
         k, v, signs, ks, vs = _load_tile(K, V, KS, VS, page, token, rows, KC, VC, D, W, MT)
 
-        s = mma(k_operand(k_now, k_table, a_layout, KC, D, W, MT, HARDWARE), q, gl.zeros([W, T, NP], gl.float32, acc_layout))
+        s = mma(
+            k_operand(k_now, k_table, a_layout, KC, D, W, MT, HARDWARE), q, gl.zeros([W, T, NP], gl.float32, acc_layout)
+        )
         if KC == "raw":
             s = s * scale
         else:
@@ -167,7 +208,7 @@ def _stream(  # type: ignore[no-untyped-def]
 
 
 @jit
-def attend_splits(  # type: ignore[no-untyped-def]
+def attend_splits(
     Q, Q_RAW, K, V, KS, VS, RAW_K, RAW_V, TABLE, RAW_TABLE, SINK, SINKS, FOLDED, LENGTH, PO, PM, PL,
     scale, STRIDE, RAW_STRIDE, window, k_table, v_table,
     KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr,
@@ -215,7 +256,7 @@ def attend_splits(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def combine_splits(  # type: ignore[no-untyped-def]
+def combine_splits(
     PO, PM, PL, OUTER, INNER, SIGNS, OUT,
     splits: tl.constexpr, COLUMNS: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     RAW_SPLITS: tl.constexpr, ROTATED: tl.constexpr, DO: tl.constexpr, DI: tl.constexpr, DIP: tl.constexpr,
@@ -237,7 +278,9 @@ def combine_splits(  # type: ignore[no-untyped-def]
     s = tl.arange(0, SB)
     live = s < splits
     # All loads come first: the launch is short, and each wait for memory in a row would show.
-    o = tl.load(PO + ((base + s) * NP + n)[:, None] * D + place[None, :], mask=live[:, None] & stored[None, :], other=0.0)
+    o = tl.load(
+        PO + ((base + s) * NP + n)[:, None] * D + place[None, :], mask=live[:, None] & stored[None, :], other=0.0
+    )
     m = tl.load(PM + (base + s) * NP + n, mask=live, other=-1e30)
     sums = tl.load(PL + (base + s) * NP + n, mask=live, other=0.0)
     if ROTATED:

@@ -58,7 +58,7 @@ class FoldPart:
 
 
 @triton.jit
-def _fold_turbo(WORDS, SCALE, MATRIX, rows, token, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fold_turbo(WORDS, SCALE, MATRIX, rows, token, PART: tl.constexpr):
     D: tl.constexpr = PART.head_dim
     COLUMNS: tl.constexpr = PART.columns
     x, whole = finite_rows(rows.to(tl.float32))
@@ -83,7 +83,7 @@ def _fold_turbo(WORDS, SCALE, MATRIX, rows, token, PART: tl.constexpr):  # type:
 
 
 @triton.jit
-def _fold_int8(WORDS, SCALE, rows, token, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fold_int8(WORDS, SCALE, rows, token, PART: tl.constexpr):
     x, whole = finite_rows(rows.to(tl.float32))
     codes, scale = int8_codes(x)
     store_int8(WORDS, codes + 128, token, PART.group, PART.head_dim)
@@ -91,7 +91,7 @@ def _fold_int8(WORDS, SCALE, rows, token, PART: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit
-def _fold_part(RAW, OUT, SCALE, MATRIX, layer, source, target, raw_layer, out_layer, scale_layer, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fold_part(RAW, OUT, SCALE, MATRIX, layer, source, target, raw_layer, out_layer, scale_layer, PART: tl.constexpr):
     """One page of K or V; source and target count (page, KV head) rows of a layer."""
     D: tl.constexpr = PART.head_dim
     ROWS: tl.constexpr = PART.rows
@@ -117,7 +117,7 @@ def _fold_part(RAW, OUT, SCALE, MATRIX, layer, source, target, raw_layer, out_la
 
 
 @triton.jit
-def fold_kernel(  # type: ignore[no-untyped-def]
+def fold_kernel(
     RAW_K, RAW_V, K, V, K_SCALE, V_SCALE, K_MATRIX, V_MATRIX, RAW_TABLE, TABLE, LENGTHS, FOLDED, FOLD_AT,
     raw_k_layer, raw_v_layer, k_layer, v_layer, k_scale_layer, v_scale_layer, raw_stride, stride,
     HKV: tl.constexpr, K_PART: tl.constexpr, V_PART: tl.constexpr,

@@ -108,15 +108,17 @@ TRANSPOSE_ASM = tl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 
 
 @jit
-def _turbo4_code(word, c: tl.constexpr):  # type: ignore[no-untyped-def]
+def _turbo4_code(word, c: tl.constexpr):
     magnitude = (word >> (4 * c)) & 7
     sign = (word >> (8 * (c % 4) + (7 if c < 4 else 3))) & 1
-    value = tl.where(magnitude < 4, _pick4(magnitude, 1.125, 3.25, 5.5, 8.0), _pick4(magnitude - 4, 11.0, 14.0, 18.0, 24.0))
+    value = tl.where(
+        magnitude < 4, _pick4(magnitude, 1.125, 3.25, 5.5, 8.0), _pick4(magnitude - 4, 11.0, 14.0, 18.0, 24.0)
+    )
     return tl.where(sign == 1, -value, value)
 
 
 @jit
-def _turbo3_code(index, signs, word: tl.constexpr, mtile: tl.constexpr, c: tl.constexpr):  # type: ignore[no-untyped-def]
+def _turbo3_code(index, signs, word: tl.constexpr, mtile: tl.constexpr, c: tl.constexpr):
     magnitude = (index >> (4 * c + 2 * mtile)) & 3
     sign = (signs >> (8 * (c % 4) + 7 - (2 * (2 * word + mtile) + c // 4))) & 1
     value = _pick4(magnitude, 3.0, 9.0, 16.0, 26.0)
@@ -124,22 +126,22 @@ def _turbo3_code(index, signs, word: tl.constexpr, mtile: tl.constexpr, c: tl.co
 
 
 @jit
-def _pick4(i, a, b, c, d):  # type: ignore[no-untyped-def]
+def _pick4(i, a, b, c, d):
     return tl.where(i < 2, tl.where(i == 0, a, b), tl.where(i == 2, c, d))
 
 
 @jit
-def _int8_code(word, byte: tl.constexpr):  # type: ignore[no-untyped-def]
+def _int8_code(word, byte: tl.constexpr):
     return (((word >> (8 * byte)) & 255) - 128).to(tl.float32)
 
 
 @jit
-def _pair(a, b, like):  # type: ignore[no-untyped-def]
+def _pair(a, b, like):
     return tl.reshape(tl.join(a, b), like.shape).to(tl.float16)
 
 
 @jit
-def _join8(o0, o1, o2, o3, o4, o5, o6, o7):  # type: ignore[no-untyped-def]
+def _join8(o0, o1, o2, o3, o4, o5, o6, o7):
     """Eight tensors as three new last axes, output bit 2 first, bit 0 last."""
     low = gl.join(gl.join(o0, o4), gl.join(o2, o6))
     high = gl.join(gl.join(o1, o5), gl.join(o3, o7))
@@ -147,7 +149,7 @@ def _join8(o0, o1, o2, o3, o4, o5, o6, o7):  # type: ignore[no-untyped-def]
 
 
 @jit
-def unpack_turbo4(x, table, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+def unpack_turbo4(x, table, HARDWARE: tl.constexpr):
     """Words [..., 2] (a pair is two registers in a row) -> fp16 [..., 2 (half), 2 (word), 2, 2 (code // 2)]."""
     if INTERPRET:
         w0, w1 = tl.split(x)
@@ -176,7 +178,7 @@ def unpack_turbo4(x, table, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @jit
-def unpack_turbo3(x, signs, table, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+def unpack_turbo3(x, signs, table, HARDWARE: tl.constexpr):
     """Index words and sign words [..., 2] -> fp16 [..., 2 (half), 2 (word), 2 (m-tile), 2, 2 (code // 2)]."""
     if INTERPRET:
         w0, w1 = tl.split(x)
@@ -217,7 +219,7 @@ def unpack_turbo3(x, signs, table, HARDWARE: tl.constexpr):  # type: ignore[no-u
 
 
 @jit
-def unpack_int8(x):  # type: ignore[no-untyped-def]
+def unpack_int8(x):
     """Words [..., 2] -> fp16 [..., 2 (half), 2 (word), 2 (byte // 2)]."""
     if INTERPRET:
         w0, w1 = tl.split(x)
@@ -233,7 +235,7 @@ def unpack_int8(x):  # type: ignore[no-untyped-def]
 
 
 @jit
-def transpose_blocks(p):  # type: ignore[no-untyped-def]
+def transpose_blocks(p):
     """16-bit [W, T, N]: each 8×8 block of the last two axes transposed, across the warp's lanes."""
     if INTERPRET:
         shape: tl.constexpr = p.shape

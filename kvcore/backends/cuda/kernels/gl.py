@@ -60,7 +60,7 @@ def _interpreted_bound(x: Any) -> int:
 
 
 @gluon.jit
-def _bound(x):  # type: ignore[no-untyped-def]
+def _bound(x):
     return x
 
 

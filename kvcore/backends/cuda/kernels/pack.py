@@ -15,13 +15,13 @@ PAGE_TOKENS = tl.constexpr(PAGE)
 
 
 @triton.jit
-def store_scale(SCALE, scale, token):  # type: ignore[no-untyped-def]
+def store_scale(SCALE, scale, token):
     t = token + tl.arange(0, scale.shape[0])
     tl.store(SCALE + t % 8 * (PAGE_TOKENS // 8) + t // 8, scale)
 
 
 @triton.jit
-def store_int8(WORDS, codes, token, GROUP: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_int8(WORDS, codes, token, GROUP: tl.constexpr, D: tl.constexpr):
     """Codes 0..255 of whole rows. GROUP 0 is K, others V."""
     if GROUP == 0:
         d = tl.arange(0, codes.shape[1])
@@ -32,7 +32,7 @@ def store_int8(WORDS, codes, token, GROUP: tl.constexpr, D: tl.constexpr):  # ty
 
 
 @triton.jit
-def store_turbo(WORDS, magnitude, sign, token, column, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_turbo(WORDS, magnitude, sign, token, column, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
     """Magnitudes and signs of some columns, a multiple of 16. GROUP 0 is K (4 bits only), others V."""
     t = token + tl.arange(0, magnitude.shape[0])
     d = column + tl.arange(0, magnitude.shape[1])
@@ -54,13 +54,13 @@ def store_turbo(WORDS, magnitude, sign, token, column, BITS: tl.constexpr, GROUP
 
 
 @triton.jit
-def _token_code(t):  # type: ignore[no-untyped-def]
+def _token_code(t):
     """The part of a code's number within its word of V that its token decides: 2·k8 + half."""
     return t // 8 % 2 * 2 + t % 2
 
 
 @triton.jit
-def _store_rows(WORDS, fields, token, column, PER_WORD: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_rows(WORDS, fields, token, column, PER_WORD: tl.constexpr, D: tl.constexpr):
     """Token by token, PER_WORD neighbours along d to a word."""
     rows: tl.constexpr = fields.shape[0]
     words: tl.constexpr = fields.shape[1] // PER_WORD
@@ -72,7 +72,7 @@ def _store_rows(WORDS, fields, token, column, PER_WORD: tl.constexpr, D: tl.cons
 
 
 @triton.jit
-def _fragments(fields, GROUP: tl.constexpr, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fragments(fields, GROUP: tl.constexpr, PER_WORD: tl.constexpr):
     """Words in the order tile, m-tile group, g, t, m-tile in its group, r, k8, half, as far as it is not within one."""
     tiles: tl.constexpr = fields.shape[0] // 16
     groups: tl.constexpr = fields.shape[1] // (16 * GROUP)
@@ -82,7 +82,7 @@ def _fragments(fields, GROUP: tl.constexpr, PER_WORD: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def _store_fragments(WORDS, fields, token, column, GROUP: tl.constexpr, PER_WORD: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_fragments(WORDS, fields, token, column, GROUP: tl.constexpr, PER_WORD: tl.constexpr, D: tl.constexpr):
     word = _fragments(fields, GROUP, PER_WORD)
     per_tile: tl.constexpr = fields.shape[1] * 16 // PER_WORD
     n = tl.arange(0, word.shape[0])
@@ -92,7 +92,7 @@ def _store_fragments(WORDS, fields, token, column, GROUP: tl.constexpr, PER_WORD
 
 
 @triton.jit
-def _store_turbo3(WORDS, magnitude, sign, token, column, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_turbo3(WORDS, magnitude, sign, token, column, D: tl.constexpr):
     """Per tile and four m-tiles: 32 lanes' words of m-tiles 0 and 1, 32 of m-tiles 2 and 3, 32 of signs."""
     signs = _fragments(sign, 4, 32)
     pairs = tl.reshape(_fragments(magnitude, 4, 16), [signs.shape[0], 2])

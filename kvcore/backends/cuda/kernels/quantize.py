@@ -30,21 +30,21 @@ SQUARES4, SQUARES3 = tl.constexpr(_square_steps(TURBO4)), tl.constexpr(_square_s
 
 
 @triton.jit
-def finite_rows(x):  # type: ignore[no-untyped-def]
+def finite_rows(x):
     """x float32 with rows that hold a NaN or an infinity as zeros, and which rows are whole."""
     whole = tl.min((tl.abs(x) < INFINITY).to(tl.int32), 1) == 1
     return tl.where(whole[:, None], x, 0.0), whole
 
 
 @triton.jit
-def power_of_two_under(x):  # type: ignore[no-untyped-def]
+def power_of_two_under(x):
     """1 / 2^floor(log2 x) for float32 x >= 0, kept within 2^-126 .. 2^95, where products with it stay finite."""
     exponent = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True) >> 23, 32), 253)
     return ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def int8_codes(x):  # type: ignore[no-untyped-def]
+def int8_codes(x):
     """Finite rows x float32 -> codes int32 in [-127, 127]; scale [rows]: absmax / 127 rounded up to fp16, 1 for zeros."""
     exact = tl.minimum(tl.div_rn(tl.max(tl.abs(x), 1), 127.0), FP16_MAX)
     nearest = exact.to(tl.float16)
@@ -56,7 +56,7 @@ def int8_codes(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def nearest_level(z, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def nearest_level(z, BITS: tl.constexpr):
     """Magnitude 0, 1, ..., sign (1 below the middle) and squared level of each z; ties go down."""
     MIDPOINTS: tl.constexpr = MIDPOINTS4 if BITS == 4 else MIDPOINTS3
     SQUARES: tl.constexpr = SQUARES4 if BITS == 4 else SQUARES3

@@ -41,7 +41,7 @@ def matrix_terms(head_dim: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def rotate(x, y, MATRIX, column, first: tl.constexpr, last: tl.constexpr, D: tl.constexpr, TERMS: tl.constexpr):  # type: ignore[no-untyped-def]
+def rotate(x, y, MATRIX, column, first: tl.constexpr, last: tl.constexpr, D: tl.constexpr, TERMS: tl.constexpr):
     """y + √D·R x, where the rows x [rows, power of two] are coordinates first .. last, zero beyond.
 
     y float32 [rows, columns] holds the output coordinates from ``column`` on; those beyond D stay as they are.
@@ -64,7 +64,7 @@ def rotate(x, y, MATRIX, column, first: tl.constexpr, last: tl.constexpr, D: tl.
 
 
 @triton.jit
-def _product(x, matrix, y):  # type: ignore[no-untyped-def]
+def _product(x, matrix, y):
     if INTERPRET:  # whose bf16 products are wrong
         return tl.dot(x.to(tl.float32), matrix.to(tl.float32), y, input_precision="ieee")
     return tl.dot(x, matrix, y)

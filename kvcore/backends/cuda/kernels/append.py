@@ -237,4 +237,5 @@ def append(
         GROUP=group,
         SHAPE=shape,
         num_warps=4,
+        num_stages=1,
     )

@@ -218,7 +218,7 @@ def attend_splits(
     """Partial results of every split.
 
     Grid (sequences · HKV · column blocks, splits). Q [rows, COLUMNS, D] rotated for turbo K (Q_RAW: not rotated), a row
-    a (sequence, KV head), a column (query row, head of the group). Pages as in native.md; TABLE, RAW_TABLE int32
+    a (sequence, KV head), a column (query row, head of the group). Pages as in docs/cuda.md; TABLE, RAW_TABLE int32
     [sequences, *STRIDE] of page numbers; SINK int32 the raw page of the sinks; SINKS, FOLDED, LENGTH int32 per sequence:
     raw sinks, folded rows, all rows. PO float32 [row · block, splits, NP, D], PM, PL [row · block, splits, NP].
     ``scale`` is the softmax scale times log2(e).

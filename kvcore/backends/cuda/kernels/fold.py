@@ -198,4 +198,5 @@ class Fold:
             K_PART=self.k,
             V_PART=self.v,
             num_warps=4,
+            num_stages=1,  # several loads of the matrix in flight would not fit in an sm_89's shared memory
         )

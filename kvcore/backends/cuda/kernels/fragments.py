@@ -21,7 +21,7 @@ TURBO3_MAGNITUDES = 0x5D585144
 
 
 def _turbo4_asm(e4m3: bool) -> str:
-    """Two words to sixteen fp16 values in eight registers; see native.md for the word.
+    """Two words to sixteen fp16 values in eight registers; see docs/cuda.md for the word.
 
     A byte permute looks the magnitudes of four codes up as e4m3 bytes and a logic operation adds their signs. The
     hardware converts e4m3 pairs to fp16 (sm_89 and newer); before that, the same bits shifted into place and

@@ -90,7 +90,7 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     else:
         warps, tiles, resident = (1, 4, 8) if layout.k.codebook else (2, 4, 4)
     total = max(1, min(MAX_SPLITS, processors * resident // rows))
-    width = min(16, max(8, columns))
+    width = 8 if columns <= 8 else 16
     if raw_parts == 2:
         return LaunchConfig(warps, 1, 1, 0, total, width)
     raw_splits = min(4, max(1, total // 4))

@@ -123,7 +123,9 @@ def run_tests(session: nox.Session, python: str, *args: str, env: Mapping[str, s
     parallel = session.virtualenv.is_sandboxed or _installed("pytest-xdist")
     workers = ["-n", WORKERS, "--dist", "loadgroup"] if parallel else []
     command = [python, "-m", "pytest", *workers, "--durations=15", *args, *session.posargs]
-    session.run(*command, env=env)
+    # Workers share the cores: more than one thread each makes them wait for each other.
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} if parallel else {}
+    session.run(*command, env={**threads, **(env or {})})
 
 
 def prepare_tests(session: nox.Session) -> str:

@@ -118,6 +118,11 @@ class Cache:
         for layer in self.layers:
             layer.trim(count)
 
+    def shorten(self, tokens: int) -> None:
+        """Forget what any layer holds beyond ``tokens``: the way back from a step that failed between layers."""
+        for layer in self.layers:
+            layer.trim(max(0, layer.tokens - tokens))
+
     def dense(self, layer: int) -> tuple[Array, Array]:
         """K and V of one layer as attention sees them, float32 [B, Hkv, tokens, D]."""
         return self.layers[layer].dense()

@@ -119,12 +119,17 @@ def forward(
     ``commit=False`` leaves folding to the caller (`Cache.commit`), for speculative verification.
     """
     x = ops.embed(ops.asarray(np.asarray(ids), "int32"), params.embedding)
-    angles = _angles(ops, params.inv_freq, cache.offset, ids.shape[1])
-    for layer, rows in zip(params.layers, cache.layers, strict=True):
-        x = x + _attention(ops, config, layer, ops.rms_norm(x, layer.input_norm, config.rms_norm_eps), angles, rows)
-        if commit:
-            rows.commit()
-        x = x + _mlp(ops, layer, ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps))
+    start = cache.offset
+    angles = _angles(ops, params.inv_freq, start, ids.shape[1])
+    try:
+        for layer, rows in zip(params.layers, cache.layers, strict=True):
+            x = x + _attention(ops, config, layer, ops.rms_norm(x, layer.input_norm, config.rms_norm_eps), angles, rows)
+            if commit:
+                rows.commit()
+            x = x + _mlp(ops, layer, ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps))
+    except BaseException:
+        cache.shorten(start)  # or the layers before the failure would hold rows that the others lack
+        raise
     if not all_logits:
         x = x[:, -1:]
     x = ops.rms_norm(x, params.norm, config.rms_norm_eps)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tiny and tiny_tokenizer
-
 from tiny import write_tiny_llama
 from tiny_tokenizer import CHAT_TEMPLATE, write_tiny_tokenizer
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcore.backends import Backend
-from kvcore.cache import Cache, CacheSpec, LayerKernels
-from kvcore.layout import Codec, KVView, Rotation
+from kvcore.cache import Cache, CacheSpec, ContiguousStorage, LayerKernels, Storage
+from kvcore.errors import UnsupportedError
+from kvcore.layout import Codec, KVView, Rotation, WindowPolicy
 from kvcore.modes import CODEC_FUNCTIONS
 from kvcore.ops import Array, Ops
 from kvcore.registry import Decision, Kernel, KernelQuery, Registry
@@ -172,8 +173,12 @@ def default_registry(backend: Backend) -> Registry:
 
 
 def decide(backend: Backend, registry: Registry, spec: CacheSpec, policy: str = "auto") -> tuple[Decision, ...]:
-    """One decision per cache operation for decode. UnsupportedError where the policy cannot be met."""
+    """One decision per cache operation for decode.
+
+    UnsupportedError where the policy cannot be met, or where the kernels do not work on one kind of storage.
+    """
     layout = spec.mode.layout(spec.head_dim, spec.v_head_dim)
+    window = spec.window if spec.mode.quantized else WindowPolicy(sink_tokens=0)
     queries = (
         KernelQuery(
             op=op,
@@ -185,21 +190,35 @@ def decide(backend: Backend, registry: Registry, spec: CacheSpec, policy: str = 
             v_head_dim=spec.v_head_dim,
             gqa_ratio=spec.num_q_heads // spec.num_kv_heads,
             windowed=spec.mode.quantized,
+            page_size=window.page_size,
+            sink_tokens=window.sink_tokens,
+            boundary_layers=window.boundary_layers,
             arch=backend.arch,
         )
         for op in ("encode", "attend")
     )
-    return tuple(registry.resolve(query, policy) for query in queries)
+    decisions = tuple(registry.resolve(query, policy) for query in queries)
+    if len({decision.storage for decision in decisions}) > 1:
+        first, second = (f"{decision.kernel} works on {decision.storage} storage" for decision in decisions)
+        raise UnsupportedError(f"one cache cannot serve both kernels: {first}, {second}; use --kernels graph")
+    return decisions
 
 
 def make_cache(backend: Backend, spec: CacheSpec, *, kernels: str = "auto", registry: Registry | None = None) -> Cache:
-    """A cache whose kernels are resolved once, here. ``kernels`` is the policy: auto, fused or graph."""
+    """A cache whose kernels are resolved once, here, with the storage that they work on.
+
+    ``kernels`` is the policy: auto, fused or graph.
+    """
     decisions = decide(backend, registry or default_registry(backend), spec, kernels)
     run = {decision.query.op: decision.run for decision in decisions}
-    return Cache(
-        backend.ops,
-        spec,
-        LayerKernels(encode=run["encode"], attend=run["attend"]),
-        decisions,
-        raise_on_nonfinite=backend.raise_on_nonfinite,
-    )
+    storage: Storage
+    if decisions[0].storage == "paged":
+        storage = backend.paged_storage(spec.shape(), attend=run["attend"], make_fold=run["encode"])
+    else:
+        storage = ContiguousStorage(
+            backend.ops,
+            spec.shape(),
+            LayerKernels(encode=run["encode"], attend=run["attend"]),
+            raise_on_nonfinite=backend.raise_on_nonfinite,
+        )
+    return Cache(backend.ops, spec, storage, decisions)

@@ -18,6 +18,7 @@ from kvcore.errors import BackendError, InputError, UnsupportedError
 OPS = ("encode", "attend", "linear")
 POLICIES = ("auto", "fused", "graph")
 Kind = Literal["fused", "graph"]
+Storage = Literal["contiguous", "paged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,10 @@ class KernelQuery:
     query_class: str = "decode"  # "decode" (1 row), "verify" (2 to 16 rows), "prefill"
     mask: str = "causal"  # or "sliding"
     windowed: bool = False
-    paged: bool = False
     v_head_dim: int | None = None  # where it differs from head_dim
+    page_size: int = 128
+    sink_tokens: int = 0
+    boundary_layers: int = 0
     arch: str = "cpu"
 
     def describe(self) -> str:
@@ -44,22 +47,50 @@ class KernelQuery:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """One field of the query and the values a kernel takes there."""
+    """One field of the query and what a kernel takes there: a test, and ``words`` for it.
+
+    ``only`` is a field and a value: the constraint holds for queries with that value there.
+    """
 
     field: str
-    allowed: tuple[object, ...]
+    words: str
+    takes: Callable[[Any], bool]
+    only: tuple[str, str] | None = None
 
     def reason_against(self, query: KernelQuery) -> str | None:
         value = getattr(query, self.field)
-        if value in self.allowed:
+        if self.takes(value) or not self.concerns(query):
             return None
-        *rest, last = (str(x) for x in self.allowed)
-        return f"{self.field} {value}: needs {', '.join(rest) + ' or ' if rest else ''}{last}"
+        return f"{self.field} {value}: needs {self.words}"
+
+    def concerns(self, query: KernelQuery) -> bool:
+        return self.only is None or getattr(query, self.only[0]) == self.only[1]
 
 
 def needs(field_name: str, *allowed: object) -> Constraint:
     """``needs("head_dim", 64, 128)``: the kernel takes only these values of that query field."""
-    return Constraint(field_name, allowed)
+    *rest, last = (str(x) for x in allowed)
+    words = f"{', '.join(rest)} or {last}" if rest else last
+    return Constraint(field_name, words, lambda value: value in allowed)
+
+
+def needs_between(field_name: str, smallest: int, largest: int) -> Constraint:
+    return Constraint(field_name, f"{smallest} to {largest}", lambda value: smallest <= value <= largest)
+
+
+def needs_multiple(field_name: str, step: int, largest: int, *, only: tuple[str, str] | None = None) -> Constraint:
+    words = f"a multiple of {step} up to {largest}"
+    return Constraint(field_name, words, lambda value: value <= largest and value % step == 0, only)
+
+
+def needs_nvidia(smallest: int) -> Constraint:
+    """``needs_nvidia(80)``: an architecture "sm_80" or newer."""
+
+    def takes(arch: str) -> bool:
+        kind, _, number = arch.partition("_")
+        return kind == "sm" and number.isdecimal() and int(number) >= smallest
+
+    return Constraint("arch", f"an NVIDIA GPU of sm_{smallest} or newer", takes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +99,8 @@ class Kernel:
 
     ``load`` returns the callable and runs only when the kernel is taken. ``requires`` names packages that must
     be importable: an absent one is a reason, one that is there and fails to import is an error. ``extra``
-    checks what a list of values cannot say, and returns reasons.
+    checks what a constraint on one field cannot say, and returns reasons; ``extra_words`` say what. ``storage`` is the
+    kind of cache that the kernel works on.
     """
 
     name: str
@@ -79,6 +111,8 @@ class Kernel:
     constraints: tuple[Constraint, ...] = ()
     requires: tuple[str, ...] = ()
     extra: Callable[[KernelQuery], list[str]] | None = None
+    extra_words: str = "further conditions"
+    storage: Storage = "contiguous"
 
     def reasons_against(self, query: KernelQuery) -> list[str]:
         """Every reason why this kernel cannot serve ``query``; empty where it can.
@@ -122,6 +156,7 @@ class Decision:
     kind: Kind
     policy: str
     rejected: tuple[Rejection, ...] = ()
+    storage: Storage = "contiguous"
     run: Callable[..., Any] = field(repr=False, compare=False, default=lambda *_: None)
 
     def explain(self) -> str:
@@ -136,6 +171,7 @@ class Decision:
             "kernel": self.kernel,
             "kind": self.kind,
             "policy": self.policy,
+            "storage": self.storage,
             "query": asdict(self.query),
             "rejected": [{"kernel": r.kernel, "reasons": list(r.reasons)} for r in self.rejected],
         }
@@ -167,7 +203,8 @@ class Registry:
             if not reasons and kernel.kind == "graph" and policy == "fused":
                 reasons = ["it is a graph fallback, and --kernels fused was asked for"]
             if not reasons:
-                return Decision(query, kernel.name, kernel.kind, policy, tuple(rejected), kernel.load())
+                passed_over, run = tuple(rejected), kernel.load()
+                return Decision(query, kernel.name, kernel.kind, policy, passed_over, kernel.storage, run)
             rejected.append(Rejection(kernel.name, tuple(reasons)))
         return self._refuse(query, policy, rejected)
 

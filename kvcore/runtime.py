@@ -47,10 +47,16 @@ class Model:
     def eos_token_ids(self) -> frozenset[int]:
         return frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
 
-    def new_cache(self, kv_cache_mode: str | Mode | None = None, *, batch: int = 1) -> Cache:
-        """An empty cache in the model's mode, or in another one."""
+    def new_cache(
+        self, kv_cache_mode: str | Mode | None = None, *, batch: int = 1, capacity: int | None = None
+    ) -> Cache:
+        """An empty cache in the model's mode, or in another one.
+
+        ``capacity``: tokens that will come, so that paged storage reserves them at once. It grows beyond them.
+        KvcoreError where there is no memory for them.
+        """
         mode = self.mode if kv_cache_mode is None else _as_mode(kv_cache_mode)
-        spec = _cache_spec(self.config, mode, self.params.dtype, self.window, batch)
+        spec = _cache_spec(self.config, mode, self.params.dtype, self.window, batch, capacity)
         return make_cache(self.backend, spec, kernels=self.kernels, registry=self.registry)
 
     def forward(self, ids: np.ndarray, cache: Cache, *, all_logits: bool = False) -> np.ndarray:
@@ -83,12 +89,15 @@ class Model:
         With a ``cache`` the prompt must extend what it holds; that part is not run again.
         Raises InputError for an empty prompt or one that the model's context does not hold.
         """
+        ids, params = self.encode(prompt, raw=raw), params or SamplingParams()
+        if cache is None:
+            cache = self.new_cache(capacity=min(self.config.max_position, len(ids) + params.max_tokens))
         return Generation(
             self._step,
             self.tokenizer,
-            cache or self.new_cache(),
-            self.encode(prompt, raw=raw),
-            params or SamplingParams(),
+            cache,
+            ids,
+            params,
             eos_token_ids=self.eos_token_ids,
             max_position=self.config.max_position,
             prefill_step=prefill_step,
@@ -135,7 +144,7 @@ def load(
     compute = compute or loaded.default_dtype or checkpoint.config.dtype
     registry = default_registry(loaded)
     window = window or WindowPolicy()
-    decide(loaded, registry, _cache_spec(checkpoint.config, mode, compute, window, 1), kernels)
+    decide(loaded, registry, _cache_spec(checkpoint.config, mode, compute, window), kernels)
     tokenizer = load_tokenizer(checkpoint.tokenizer, chat_template)
     return Model(
         backend=loaded,
@@ -163,7 +172,9 @@ def _as_mode(mode: str | Mode, notice: Callable[[str], None] = lambda _text: Non
     return mode if isinstance(mode, Mode) else resolve_mode(mode, notice)
 
 
-def _cache_spec(config: LlamaConfig, mode: Mode, dtype: str, window: WindowPolicy, batch: int) -> CacheSpec:
+def _cache_spec(
+    config: LlamaConfig, mode: Mode, dtype: str, window: WindowPolicy, batch: int = 1, capacity: int | None = None
+) -> CacheSpec:
     return CacheSpec(
         mode=mode,
         num_layers=config.num_layers,
@@ -173,4 +184,5 @@ def _cache_spec(config: LlamaConfig, mode: Mode, dtype: str, window: WindowPolic
         dtype=dtype,
         window=window,
         batch=batch,
+        capacity=capacity,
     )

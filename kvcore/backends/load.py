@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvcore.errors import BackendError, InputError
+from kvcore.errors import BackendError, InputError, UnsupportedError
 from kvcore.ops import Ops
 from kvcore.registry import Kernel
 
 BACKENDS = ("reference", "metal", "cuda")
 _PACKAGES = {"reference": "numpy", "metal": "mlx", "cuda": "torch"}
+
+
+def no_pages(*_: Any, **__: Any) -> Any:
+    """The paged storage of a backend without one; no kernel of such a backend asks for it."""
+    raise UnsupportedError("this backend has no paged storage: use --kernels graph")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,7 @@ class Backend:
 
     ``default_dtype`` is the compute dtype where the user names none; None means the checkpoint's own.
     ``raise_on_nonfinite``: quantizing a NaN or an infinity is an error (the reference), not a counted zero row.
+    ``paged_storage(shape, attend=, make_fold=)`` makes the storage that kernels for pages work on.
     """
 
     name: str
@@ -32,6 +39,7 @@ class Backend:
     kernels: tuple[Kernel, ...] = ()
     notice: str | None = None
     raise_on_nonfinite: bool = False
+    paged_storage: Callable[..., Any] = no_pages
 
     def describe(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -105,6 +113,7 @@ def _load(name: str, device: str | None) -> Backend:
             f"backend {name} needs the package {package}, which is not installed: pip install 'kvcore[{name}]'"
         )
     try:
+        importlib.import_module(package)
         module = importlib.import_module(f"kvcore.backends.{name}")
     except Exception as error:
         raise BackendError(

@@ -252,10 +252,17 @@ def build_pages(
             decoded = CODEC_FUNCTIONS[codec.name].decode(ops, canonical, rotation)
             seen.append(torch.cat([rows[:, :, :sinks].float(), decoded[:, :, sinks:], rows[:, :, folded:].float()], 2))
     counts = {"sinks": min(sinks, folded), "folded": folded, "length": tokens}
+    tables = {
+        "table": table.int().contiguous() if count else torch.zeros(batch, 1, dtype=torch.int32, device=k.device),
+        "raw_table": raw_table[:, 1:].int().contiguous() if raw_count else raw_table.int().contiguous(),
+    }
+    ranges = {name: torch.full_like(x, PAGE << 16) for name, x in tables.items()}
+    ranges["table"][:, 0] |= counts["sinks"]  # the rows that raw sinks shadow
     pages = Pages(
         **planes,
-        table=table.int().contiguous() if count else torch.zeros(batch, 1, dtype=torch.int32, device=k.device),
-        raw_table=raw_table[:, 1:].int().contiguous() if raw_count else raw_table.int().contiguous(),
+        **tables,
+        ranges=ranges["table"],
+        raw_ranges=ranges["raw_table"],
         sink_page=raw_table[:, 0].int().contiguous(),
         **{name: torch.full((batch,), n, dtype=torch.int32, device=k.device) for name, n in counts.items()},
     )

@@ -1,7 +1,21 @@
-"""The cache: how rows are stored and how long they live. Contiguous storage, for the graph path."""
+"""The cache: how rows are stored and how long they live. Storage for the graph path is here, paged storage comes from a
+backend."""
 
-from kvcore.cache.contiguous import Cache, CacheSpec, CacheStats
+from kvcore.cache.cache import Cache, CacheSpec
+from kvcore.cache.contiguous import ContiguousStorage
 from kvcore.cache.layer import LayerCache, LayerKernels
 from kvcore.cache.rows import RowBuffer
+from kvcore.cache.storage import CacheLayer, Storage
+from kvcore.layout import CacheStats
 
-__all__ = ["Cache", "CacheSpec", "CacheStats", "LayerCache", "LayerKernels", "RowBuffer"]
+__all__ = [
+    "Cache",
+    "CacheLayer",
+    "CacheSpec",
+    "CacheStats",
+    "ContiguousStorage",
+    "LayerCache",
+    "LayerKernels",
+    "RowBuffer",
+    "Storage",
+]

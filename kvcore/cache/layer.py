@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcore.cache.rows import RowBuffer
+from kvcore.cache.view import dense_rows
 from kvcore.errors import InputError, NonFiniteError
 from kvcore.layout import Codec, KVView, Layout, Rotation, WindowPolicy
-from kvcore.modes import CODEC_FUNCTIONS
 from kvcore.ops import Array, Ops
 
 _ENCODE_ROWS = 4096  # rows folded in one go: bounds the float32 workspace of a hand-over
@@ -96,6 +96,11 @@ class LayerCache:
     def tokens(self) -> int:
         return self._folded_rows + self.rows_tail
 
+    def step(self, q: Array, k: Array, v: Array, scale: float, window: int | None = None) -> Array:
+        """`append`, then `attend`: see `CacheLayer.step`."""
+        self.append(k, v)
+        return self.attend(q, scale, window)
+
     def append(self, k: Array, v: Array) -> None:
         """Keep new rows raw: ``k`` [B, Hkv, n, k_dim] after RoPE, ``v`` [B, Hkv, n, v_dim].
 
@@ -168,16 +173,7 @@ class LayerCache:
 
     def dense(self) -> tuple[Array, Array]:
         """K [B, Hkv, tokens, k_dim] and V, float32, as attention sees them: sinks and tail raw, pages decoded."""
-        return self._dense(self._k), self._dense(self._v)
-
-    def _dense(self, part: _Part) -> Array:
-        pieces = [self._ops.astype(part.tail.live(), "float32")]
-        if self._folded_rows:
-            sinks = self.rows_sinks
-            pages = CODEC_FUNCTIONS[part.codec.name].decode(self._ops, part.planes(), part.rotation)
-            raw = self._ops.astype(part.sinks.live()[:, :, :sinks], "float32")
-            pieces = [raw, pages[:, :, sinks:], *pieces]
-        return self._ops.concat(pieces, 2)
+        return dense_rows(self._ops, self.view())
 
     def nonfinite_rows(self) -> int:
         """Folded rows, those of K and V and of each head counted apart, that held a NaN or an infinity: scale and

@@ -5,10 +5,11 @@ It is made from declarations alone, so it is the same on every machine; docs/cap
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvcore.attention import GRAPH_KERNELS
 from kvcore.backends import BACKENDS
+from kvcore.backends.cuda.capabilities import KERNELS as CUDA_KERNELS
 from kvcore.layout import CODECS
 from kvcore.modes import MODES, Mode
 from kvcore.registry import Constraint, Kernel
@@ -19,7 +20,7 @@ _TAKES_MODE = ("k_codec", "v_codec")  # constraints that say for which modes a k
 
 def capability_table(own: Mapping[str, Sequence[Kernel]] | None = None) -> str:
     """Markdown; ``own`` holds a backend's own kernels by its name, beside the graph kernels."""
-    kernels = own or {}
+    kernels = {"cuda": CUDA_KERNELS} if own is None else own
     lines = ["| backend | mode | operation | kernels, best first |", "| --- | --- | --- | --- |"]
     for backend in BACKENDS:
         known = sorted((*kernels.get(backend, ()), *GRAPH_KERNELS), key=lambda kernel: kernel.kind != "fused")
@@ -31,24 +32,31 @@ def capability_table(own: Mapping[str, Sequence[Kernel]] | None = None) -> str:
 
 
 def _takes(kernel: Kernel, mode: Mode) -> bool:
-    stored = {"k_codec": mode.k, "v_codec": mode.v}
-    return all(stored[c.field] in c.allowed for c in kernel.constraints if c.field in _TAKES_MODE)
+    return all(c.takes(_stored(mode)[c.field]) for c in kernel.constraints if c.field in _TAKES_MODE)
+
+
+def _stored(mode: Mode) -> dict[str, str]:
+    return {"k_codec": mode.k, "v_codec": mode.v}
 
 
 def _cell(kernel: Kernel, mode: Mode) -> str:
-    needs = [*_mode_needs(mode), *map(_need, _other(kernel.constraints))]
-    needs += [f"package {package}" for package in kernel.requires]
+    own = [c for c in kernel.constraints if c.field not in _TAKES_MODE and _concerns(c, mode)]
+    needs = [] if any(c.field == "head_dim" for c in own) else _mode_needs(mode)
+    needs += [c.words if c.field == "arch" else f"{c.field} {c.words}" for c in _strictest(own)]
     if kernel.extra is not None:
-        needs.append("further conditions")
+        needs.append(kernel.extra_words)
+    needs += [f"package {package}" for package in kernel.requires]
     return f"`{kernel.name}` ({kernel.kind})" + (f": {'; '.join(needs)}" if needs else "")
 
 
-def _other(constraints: Iterable[Constraint]) -> list[Constraint]:
-    return [constraint for constraint in constraints if constraint.field not in _TAKES_MODE]
+def _concerns(constraint: Constraint, mode: Mode) -> bool:
+    return constraint.only is None or _stored(mode)[constraint.only[0]] == constraint.only[1]
 
 
-def _need(constraint: Constraint) -> str:
-    return f"{constraint.field} {', '.join(map(str, constraint.allowed))}"
+def _strictest(constraints: Sequence[Constraint]) -> list[Constraint]:
+    """Without a general constraint on a field where this mode has one of its own."""
+    special = {c.field for c in constraints if c.only is not None}
+    return [c for c in constraints if c.only is not None or c.field not in special]
 
 
 def _mode_needs(mode: Mode) -> list[str]:

@@ -3,6 +3,7 @@
 from kvcore.layout.codebook import TURBO3, TURBO4, Codebook
 from kvcore.layout.planes import CODECS, Codec, Layout, Plane
 from kvcore.layout.rotation import Rotation, hadamard_dct, rotation_signs
+from kvcore.layout.storage import CacheShape, CacheStats
 from kvcore.layout.view import KVView
 from kvcore.layout.window import WindowPolicy
 
@@ -10,6 +11,8 @@ __all__ = [
     "CODECS",
     "TURBO3",
     "TURBO4",
+    "CacheShape",
+    "CacheStats",
     "Codebook",
     "Codec",
     "KVView",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcore.backends import Backend
-from kvcore.cache import Cache, LayerCache
+from kvcore.cache import Cache, CacheLayer
 from kvcore.models.config import LlamaConfig
 from kvcore.models.rope import rope_inv_freq
 from kvcore.ops import Array, Ops
@@ -124,9 +124,9 @@ def forward(
     try:
         for layer, rows in zip(params.layers, cache.layers, strict=True):
             x = x + _attention(ops, config, layer, ops.rms_norm(x, layer.input_norm, config.rms_norm_eps), angles, rows)
-            if commit:
-                rows.commit()
             x = x + _mlp(ops, layer, ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps))
+        if commit:
+            cache.commit()
     except BaseException:
         cache.shorten(start)  # or the layers before the failure would hold rows that the others lack
         raise
@@ -137,7 +137,7 @@ def forward(
 
 
 def _attention(
-    ops: Ops, config: LlamaConfig, layer: LayerParams, x: Array, angles: tuple[Array, Array], rows: LayerCache
+    ops: Ops, config: LlamaConfig, layer: LayerParams, x: Array, angles: tuple[Array, Array], rows: CacheLayer
 ) -> Array:
     batch, count = int(x.shape[0]), int(x.shape[1])
 
@@ -147,8 +147,7 @@ def _attention(
 
     q = _rotate(ops, heads(layer.q(ops, x), config.num_heads), angles)
     k = _rotate(ops, heads(layer.k(ops, x), config.num_kv_heads), angles)
-    rows.append(k, heads(layer.v(ops, x), config.num_kv_heads))
-    out = rows.attend(q, config.head_dim**-0.5)
+    out = rows.step(q, k, heads(layer.v(ops, x), config.num_kv_heads), config.head_dim**-0.5)
     joined = ops.reshape(ops.permute_dims(out, (0, 2, 1, 3)), (batch, count, config.num_heads * config.head_dim))
     return layer.o(ops, joined)
 

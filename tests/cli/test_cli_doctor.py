@@ -122,5 +122,5 @@ def test_a_fused_kernel_stands_before_the_graph_with_what_it_needs() -> None:
     )
     rows = capability_table({"cuda": (kernel,)}).splitlines()
     where = [row for row in rows if "attend-int8" in row]
-    fused = "`attend-int8` (fused): head_dim 64, 128; package no_such_package"
+    fused = "`attend-int8` (fused): head_dim 64 or 128; package no_such_package"
     assert where == [f"| cuda | int8 | attend | {fused}<br>`attend-graph` (graph) |"]

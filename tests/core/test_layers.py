@@ -109,7 +109,7 @@ def test_the_tree_that_is_checked_is_the_package() -> None:
     modules = source_tree()
     assert {"ops", "attention", "cache", "cache.layer", "backends.metal.ops", "modes.turbo"} <= set(modules)
     found = set(imports("cache.layer", modules["cache.layer"], is_package=False))
-    assert {"kvcore.cache.rows", "kvcore.modes", "kvcore.layout"} <= found
+    assert {"kvcore.cache.rows", "kvcore.cache.view", "kvcore.layout"} <= found
 
 
 @pytest.mark.parametrize(

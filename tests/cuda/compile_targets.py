@@ -18,7 +18,10 @@ from triton.runtime.jit import JITFunction
 
 from kvcore.backends.cuda.kernels.append import append, rope_angles
 from kvcore.backends.cuda.kernels.fold import Fold
+from kvcore.backends.cuda.kernels.gather import Source, gather
 from kvcore.backends.cuda.kernels.rotate import rotation_matrices
+from kvcore.layout import CODECS
+from kvcore.modes import MODES
 
 # Each codec on each side, each way to rotate (one term, two, three), each tile shape.
 FOLDS = [
@@ -40,6 +43,14 @@ APPENDS = [
     (80, "bfloat16", 1, 1, True, True),
     (96, "float16", 5, 7, True, True),
     (256, "float32", 512, 2, True, True),
+]
+# mode, head_dim, dtype of raw rows, whether the pages are folded (else: raw ones of that mode)
+GATHERS = [
+    *((mode, 128, "float16", True) for mode in ("int8", "int8-turbo4", "turbo4", "turbo4-asym", "turbo3-asym")),
+    *(("turbo4", dim, "bfloat16", True) for dim in (64, 80, 96, 256)),
+    *(("int8", dim, "bfloat16", True) for dim in (80, 256)),
+    ("turbo3-asym", 192, "bfloat16", True),
+    *(("fp16", dim, dtype, False) for dim in (80, 128, 256) for dtype in ("bfloat16", "float32")),
 ]
 
 
@@ -90,11 +101,25 @@ def append_rows(dim: int, dtype: str, n: int, group: int, rotated: bool, rope: b
     )
 
 
+def gather_rows(mode: str, dim: int, dtype: str, folded: bool) -> None:
+    pages = storage(mode, dim, [256], "cpu", dtype=dtype, heads=1)
+    layout, raw, planes = MODES[mode].layout(dim), CODECS["raw"], {k: x[0] for k, x in pages.planes.items()}
+    k, v = pages.raw["k"][0], pages.raw["v"][0]
+    source = Source(k, v, k, v, raw, raw)
+    if folded:
+        scales = (planes.get("k_scale", planes["v_scale"]), planes["v_scale"])
+        source = Source(planes["k"], planes["v"], *scales, layout.k, layout.v, 1 / 16)
+    pieces = torch.zeros(1, 2, 5, dtype=torch.int32)
+    out = torch.float16 if folded else k.dtype
+    for positions in (False, True):
+        gather(source, pages.table, pages.lengths, pieces, 256, dim, out, positions=positions)
+
+
 def main(arch: int) -> None:
     driver.set_active(TargetOnly(arch))
     seen: list[tuple[str, Any]] = []
     compile_instead_of_launch(seen)
-    for launch, cases in ((fold, FOLDS), (append_rows, APPENDS)):
+    for launch, cases in ((fold, FOLDS), (append_rows, APPENDS), (gather_rows, GATHERS)):
         for case in cases:
             launch(*case)
             for name, kernel in seen:

@@ -1,31 +1,32 @@
-"""Kernels compiled on a GPU where there is one, else in Triton's interpreter on CPU tensors.
-
-Triton decides when a kernel's module is imported, so the variable is set here, before any test module is. What needs
-compiled kernels without a GPU runs in a process of its own (test_compile.py).
-"""
+"""What the tests of CUDA kernels share."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
+from typing import Any
 
 import pytest
-
-
-def _device() -> str:
-    if os.environ.get("TRITON_INTERPRET") == "1" or importlib.util.find_spec("torch") is None:
-        return "cpu"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-DEVICE = _device()
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
+from triton_device import DEVICE
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where kernels run: "cuda" compiled, "cpu" interpreted."""
     return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def _fresh_pages_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pool allocates and no sequence has written is NaN (codes 0xff), so that reading it shows."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    from paging import poison
+
+    from kvcore.backends.cuda.pool import PagePool
+
+    allocate = PagePool._allocate
+
+    def poisoned(pool: PagePool, pages: int) -> dict[str, Any]:
+        return {name: poison(plane) for name, plane in allocate(pool, pages).items()}
+
+    monkeypatch.setattr(PagePool, "_allocate", poisoned)

@@ -28,5 +28,6 @@ def test_kernels_compile_and_fit(arch: int) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {x["kernel"] for x in kernels} == {"fold_kernel", "append_kernel", "angles_kernel"}
+    names = {"fold_kernel", "append_kernel", "angles_kernel", "gather_kernel", "peak_kernel"}
+    assert {x["kernel"] for x in kernels} == names
     assert [x for x in kernels if x["shared"] > SHARED_MEMORY[arch]] == []

@@ -47,6 +47,7 @@ class Case:
     window: int | None = None
     v_rms: float = 1.0
     loud_page: bool = False
+    dead: tuple[int, int] = (0, 0)  # rows of every sequence that were trimmed
 
     def __post_init__(self) -> None:
         if (self.k, self.v) == ("raw", "raw"):
@@ -140,7 +141,8 @@ def _pages(
                     ],
                     1,
                 )
-            dense[b].append(seen.double().cpu().numpy())
+            living = [t for t in range(length) if not case.dead[0] <= t < case.dead[1]]
+            dense[b].append(seen[:, living].double().cpu().numpy())
         planes[f"raw_{part}"] = raw
         planes.setdefault(part, raw)
         planes.setdefault(f"{part}_scale", raw)
@@ -149,10 +151,23 @@ def _pages(
         **planes,
         table=int32(table.tolist(), device),
         raw_table=int32(raw_table.tolist(), device),
+        ranges=int32([_live(case, 0, min(case.sinks, f), table.shape[1]) for f in case.folded], device),
+        raw_ranges=int32([_live(case, f, 0, raw_table.shape[1]) for f in case.folded], device),
         sink_page=int32(sink_page, device),
         **{name: int32(list(values), device) for name, values in counts.items()},
     )
     return pages, [(k, v) for k, v in dense]
+
+
+def _live(case: Case, start: int, shadowed: int, pages: int) -> list[int]:
+    """Live rows of each page from slot ``start`` on, as first | end << 16; sinks shadow the first ones."""
+    ranges = []
+    for page in range(pages):
+        slots = range(start + page * PAGE, start + (page + 1) * PAGE)
+        alive = [i for i, slot in enumerate(slots) if not case.dead[0] <= slot < case.dead[1]]
+        alive = [i for i in alive if page > 0 or i >= shadowed]
+        ranges.append(min(alive) | (max(alive) + 1) << 16 if alive else 0)
+    return ranges
 
 
 def _fold(
@@ -232,8 +247,25 @@ def test_C5_raw_lengths(length: int, device: str) -> None:
     check(Case("raw", "raw", lengths=(length,), folded=(0,)), device)
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+@each_pair
+def test_tiles_through_shared_memory(k: str, v: str, stages: int, device: str) -> None:
+    """More tiles than slots, and fewer."""
+    case = Case(k, v, lengths=(1, 700), folded=(0, 512), dead=(70, 300))
+    splits = 1 if case.layout.quantized else 0
+    launch = LaunchConfig(1, 2, 1, splits, 2, 8, stages, stages)
+    assert error(case, device, launch) < (1e-5 if device == "cpu" else 1e-3)
+
+
 def test_several_query_rows_are_causal_among_themselves(device: str) -> None:
     check(Case("turbo4", "turbo4", lengths=(400, 261), folded=(256, 128), rows=4), device, columns=16)
+
+
+@pytest.mark.parametrize("dead", [(70, 530), (30, 128), (500, 601)])
+@pytest.mark.parametrize(("k", "v"), [("turbo4", "turbo4"), ("raw", "turbo3"), ("raw", "raw")])
+def test_nobody_sees_trimmed_rows(k: str, v: str, dead: tuple[int, int], device: str) -> None:
+    """A trimmed middle: within a page, over several pages, from the folded part into the raw tail."""
+    check(Case(k, v, lengths=(700,), folded=(512,), dead=dead), device, raw_tiles=2)
 
 
 def test_sixteen_query_rows_take_several_column_blocks(device: str) -> None:

@@ -62,7 +62,7 @@ class Paged:
         scales = [planes.get(f"{part}_scale", planes[part]) for part in "kv"]
         pages = Pages(
             *(planes["k"], planes["v"], *scales, self.raw.planes["k"][0], self.raw.planes["v"][0]),
-            *(t.table, t.raw_table, t.sink_pages, t.sinks, t.folded, t.lengths),
+            *(t.table, t.raw_table, t.ranges, t.raw_ranges, t.sink_pages, t.sinks, t.folded, t.lengths),
         )
         layout = self.native.layout
         rotation = VRotation.create(0, DIM, self.device) if layout.v.codebook else None

@@ -105,7 +105,9 @@ class TablesMachine(RuleBasedStateMachine):
         self.raw, self.native = pool(9, "raw KV"), pool(6)
         self.tables = BlockTables(self.ROWS, 8 * PAGE, WINDOW, self.raw, self.native, "cpu", delegated=True)
         self.tokens: list[list[int]] = [[] for _ in range(self.ROWS)]
+        self.positions = [0] * self.ROWS
         self.handed_over = [False] * self.ROWS
+        self.folded_now = [False] * self.ROWS
         self.next = 0
 
     @rule(row=rows, count=st.sampled_from([1, 2, 16, 100, 127, 128, 129, 300]), accepted=st.integers(0, 16))
@@ -122,27 +124,44 @@ class TablesMachine(RuleBasedStateMachine):
         dropped = max(0, min(count, 16) - accepted)
         self.tables.trim(row, dropped)
         del self.tokens[row][len(self.tokens[row]) - dropped :]
+        self.positions[row] += count - dropped
         self._fold_and_commit()
 
     @rule(row=rows)
     def hand_over(self, row: int) -> None:
+        self.tables.hand_over(row)
+        self.handed_over[row] = True
         try:
-            self.tables.hand_over(row)
-        except KvcoreError:
+            self.tables.extend({row: 0})
+        except (KvcoreError, InputError):
             return
-        finally:
-            self.handed_over[row] = True
         self._fold_and_commit()
 
     @rule(row=rows, count=st.integers(0, 8 * PAGE))
     def trim(self, row: int, count: int) -> None:
-        left, folded = len(self.tokens[row]) - count, self.tables.rows_folded(row)
-        if left < 0 or (left < folded and left % PAGE):
+        left = len(self.tokens[row]) - count
+        if left < 0:
             with pytest.raises(InputError, match="cannot trim"):
                 self.tables.trim(row, count)
             return
         self.tables.trim(row, count)
         del self.tokens[row][left:]
+        self.positions[row] -= count
+
+    @rule(row=rows, keep=st.sampled_from([0, 2, 4, 60, 130, 300]), count=st.sampled_from([1, 5, 40, 128, 200, 600]))
+    def drop(self, row: int, keep: int, count: int) -> None:
+        entries = [len(entries) for entries in self.tables.entries(row)]
+        if keep + count > len(self.tokens[row]):
+            with pytest.raises(InputError, match="cannot drop"):
+                self.tables.drop(row, keep, count)
+            return
+        try:
+            self.tables.drop(row, keep, count)
+        except InputError:
+            assert max(entries) == self.tables.width
+            return
+        del self.tokens[row][keep : keep + count]
+        assert sum(map(len, self.tables.entries(row))) <= sum(entries) + 1
 
     @precondition(lambda self: [] in self.tokens)
     @rule(source=rows)
@@ -153,12 +172,13 @@ class TablesMachine(RuleBasedStateMachine):
         self.tables.release(target)
         self.tables.fork(source, target)
         self.tokens[target] = list(self.tokens[source])
+        self.positions[target] = self.positions[source]
         self.handed_over[target] = self.handed_over[source]
 
     @rule(row=rows)
     def release(self, row: int) -> None:
         self.tables.release(row)
-        self.tokens[row], self.handed_over[row] = [], False
+        self.tokens[row], self.positions[row], self.handed_over[row] = [], 0, False
 
     def _append(self, row: int, count: int) -> None:
         t = self.tables
@@ -178,36 +198,47 @@ class TablesMachine(RuleBasedStateMachine):
                 self.native.planes["k"][0, t.table[row, folded // PAGE + done]] = page
                 done += 1
             assert done <= t.due
+            self.folded_now[row] = done > 0
         t.commit()
         assert t.due == 0
+
+    def _live(self, pages: PagePool, table: torch.Tensor, ranges: torch.Tensor, slots: int) -> list[int]:
+        """The tokens in the first ``slots`` slots of a table's row that its ranges let live."""
+        found: list[int] = []
+        for i in range(-(-slots // PAGE)):
+            first, end = int(ranges[i]) & 0xFFFF, min(int(ranges[i]) >> 16, slots - i * PAGE)
+            found += pages.planes["k"][0, int(table[i]), 0, first : max(first, end)].tolist()
+        return found
 
     @invariant()
     def the_device_finds_every_token(self) -> None:
         t = self.tables
         t.upload()
         for row, tokens in enumerate(self.tokens):
-            folded, sinks = int(t.folded[row]), int(t.sinks[row])
-            assert (int(t.lengths[row]), int(t.positions[row])) == (len(tokens), len(tokens))
-            assert sinks == min(4, folded)
-            native = self.native.planes["k"][0, t.table[row, : folded // PAGE].long(), 0].flatten()
-            tail = self.raw.planes["k"][0, t.raw_table[row].long(), 0].flatten()[: len(tokens) - folded]
-            shadow = self.raw.planes["k"][0, t.sink_pages[row].long(), 0, :sinks]
-            assert torch.cat([native, tail]).tolist() == tokens
-            assert shadow.tolist() == tokens[:sinks]
+            folded, length, sinks = int(t.folded[row]), int(t.lengths[row]), int(t.sinks[row])
+            assert (t.length(row), int(t.positions[row])) == (len(tokens), self.positions[row])
+            assert (sinks, folded, length) == t.slots(row)
+            shadow = self.raw.planes["k"][0, int(t.sink_pages[row]), 0, :sinks].tolist()
+            native = self._live(self.native, t.table[row], t.ranges[row], folded)
+            assert shadow + native == tokens[: t.rows_folded(row)]
+            assert (
+                self._live(self.raw, t.raw_table[row], t.raw_ranges[row], length - folded)
+                == tokens[len(shadow + native) :]
+            )
+            if folded:  # what stands behind the sinks is what they shadow
+                codes = self.native.planes["k"][0, int(t.table[row, 0]), 0, :sinks].tolist()
+                assert codes == shadow
 
     @invariant()
-    def what_is_due_is_folded(self) -> None:
+    def folds_leave_the_recent_rows_raw(self) -> None:
+        self.tables.upload()
         for row, tokens in enumerate(self.tokens):
+            folded = self.tables.rows_folded(row)
             assert (int(self.tables.fold_at[row]) == NEVER) == (not self.handed_over[row])
-            if not self.handed_over[row]:
-                assert self.tables.rows_folded(row) == 0
-            elif self.tables.due == 0 and self.native.free_pages:
-                assert len(tokens) - self.tables.rows_folded(row) < WINDOW.recent_tokens + PAGE or self._starved(row)
-
-    def _starved(self, row: int) -> bool:
-        """A hand-over that found too few pages: its rows fold with the next step that finds them."""
-        tail = len(self.tokens[row]) - self.tables.rows_folded(row)
-        return WINDOW.foldable(tail) // PAGE > self.native.free_pages
+            assert self.handed_over[row] or folded == 0
+            if self.folded_now[row]:
+                assert len(tokens) - folded >= WINDOW.recent_tokens
+            self.folded_now[row] = False
 
     @invariant()
     def pages_are_counted_right(self) -> None:
@@ -215,10 +246,10 @@ class TablesMachine(RuleBasedStateMachine):
         native: Counter[int] = Counter()
         t = self.tables
         t.upload()
-        for row, tokens in enumerate(self.tokens):
-            folded = t.rows_folded(row)
-            raw.update(t.raw_table[row, : -(-(len(tokens) - folded) // PAGE)].tolist())
-            raw.update([int(t.sink_pages[row])] if folded else [])
+        for row in range(self.ROWS):
+            sinks, folded, length = t.slots(row)
+            raw.update(t.raw_table[row, : -(-(length - folded) // PAGE)].tolist())
+            raw.update([int(t.sink_pages[row])] if sinks else [])
             native.update(t.table[row, : folded // PAGE].tolist())
         for counter, pages in ((raw, self.raw), (native, self.native)):
             assert {page: pages.references(page) for page in range(pages.pages)} == {
@@ -361,3 +392,114 @@ def test_pages_due_in_a_step_are_taken_once() -> None:
     assert (tables.due, native.free_pages) == (0, 6)
     tables.commit()
     assert (tables.length(0), tables.rows_folded(0)) == (255, 0)
+
+
+def ranges(tables: BlockTables, name: str, count: int) -> list[tuple[int, int]]:
+    tables.upload()
+    return [(x & 0xFFFF, x >> 16) for x in getattr(tables, name)[0, :count].tolist()]
+
+
+def filled(tokens: int, *, max_tokens: int = 8 * PAGE) -> tuple[BlockTables, PagePool, PagePool]:
+    raw, native = pool(12, "raw KV"), pool(8)
+    tables = BlockTables(1, max_tokens, WINDOW, raw, native, "cpu")
+    tables.extend({0: tokens})
+    tables.commit()
+    return tables, raw, native
+
+
+def test_a_trim_within_a_folded_page_keeps_its_oldest_rows() -> None:
+    """The raw tail begins anew behind it; the next page folds when a whole one and the recent rows are there again."""
+    tables, raw, native = filled(500)
+    assert (tables.length(0), tables.rows_folded(0)) == (500, 256)
+    tables.trim(0, 300)
+    assert (tables.length(0), tables.rows_folded(0), tables.slots(0)) == (200, 200, (4, 256, 256))
+    assert ranges(tables, "ranges", 2) == [(4, 128), (0, 72)]
+    assert (raw.free_pages, native.free_pages) == (11, 6)
+    tables.extend({0: 255})
+    tables.commit()
+    assert tables.rows_folded(0) == 200
+    tables.extend({0: 1})
+    tables.commit()
+    assert (tables.rows_folded(0), tables.slots(0)) == (328, (4, 384, 512))
+    assert ranges(tables, "ranges", 3) == [(4, 128), (0, 72), (0, 128)]
+    assert int(tables.positions[0]) == 456
+
+
+def test_a_page_with_a_hole_stands_twice_and_folds_as_it_is() -> None:
+    tables, raw, native = filled(200)
+    tables.drop(0, 20, 30)
+    assert (tables.length(0), tables.slots(0)) == (170, (0, 0, 328))
+    assert ranges(tables, "raw_ranges", 3) == [(0, 20), (50, 128), (0, 128)]
+    assert tables.raw_table[0, 0] == tables.raw_table[0, 1]
+    assert raw.free_pages == 10
+    tables.extend({0: 300})
+    tables.upload()
+    assert int(tables.fold_at[0]) == WINDOW.recent_tokens + PAGE + 50
+    tables.commit()
+    assert ranges(tables, "ranges", 2) == [(4, 20), (50, 128)]
+    assert tables.rows_folded(0) == 20 + 78 + 128
+    assert int(tables.positions[0]) == 500
+    tables.release(0)
+    assert (raw.free_pages, native.free_pages) == (12, 8)
+
+
+def test_the_middle_goes_and_the_sinks_stay() -> None:
+    """Whole pages are given back; that of the sinks stays in the table, for they are its rows."""
+    tables, _, native = filled(900)
+    assert tables.rows_folded(0) == 768
+    tables.drop(0, 4, 600)
+    assert (tables.length(0), tables.rows_folded(0), tables.rows_sinks(0)) == (300, 168, 4)
+    assert ranges(tables, "ranges", 3) == [(4, 4), (92, 128), (0, 128)]
+    assert native.free_pages == 8 - 3
+    tables.drop(0, 2, 1)
+    assert (tables.length(0), tables.rows_sinks(0)) == (299, 2)
+    assert ranges(tables, "ranges", 2) == [(2, 2), (3, 4)]
+
+
+@pytest.mark.parametrize(("first", "count"), [(-1, 5), (0, -1), (90, 20), (101, 0)])
+def test_rows_that_are_not_there_cannot_be_dropped(first: int, count: int) -> None:
+    tables, *_ = filled(100)
+    with pytest.raises(InputError, match=f"cannot drop {count} rows from row {first} on: the sequence holds 100"):
+        tables.drop(0, first, count)
+
+
+def test_a_hole_needs_an_entry() -> None:
+    tables, *_ = filled(200, max_tokens=256)
+    with pytest.raises(InputError, match="a page with a hole needs an entry more than 2"):
+        tables.drop(0, 5, 5)
+    tables.widen(3)
+    tables.drop(0, 5, 5)
+    assert ranges(tables, "raw_ranges", 3) == [(0, 5), (10, 128), (0, 128)]
+
+
+def test_pools_and_tables_grow_with_what_they_hold() -> None:
+    raw = pool(2)
+    tables = BlockTables(1, 2 * PAGE, WINDOW, raw, None, "cpu")
+    tables.extend({0: 2 * PAGE})
+    held = [entry.page for entry in tables.entries(0)[1]]
+    raw.planes["k"][0, held] = torch.arange(2, dtype=torch.int32)[:, None, None]
+    needs = tables.needs({0: 300})
+    assert (needs.raw, needs.native, needs.width) == (3, 0, 5)
+    raw.grow(5)
+    raw.grow(4)
+    tables.widen(needs.width)
+    tables.extend({0: 300})
+    tables.upload()
+    assert (raw.pages, raw.free_pages, raw.allocated_bytes) == (5, 0, 5 * PAGE * 4)
+    assert sorted(tables.raw_table[0].tolist()) == list(range(5))
+    assert raw.planes["k"][0, tables.raw_table[0, :2].long(), 0, 0].tolist() == [0, 1]
+
+
+def test_a_pool_that_cannot_grow_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = pool(2)
+    (page,) = pages.alloc()
+    planes = pages.planes
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(PagePool, "_allocate", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        pages.grow(4)
+    assert (pages.pages, pages.free_pages, pages.references(page)) == (2, 1, 1)
+    assert pages.planes is planes

@@ -255,6 +255,5 @@ def test_a_step_that_fails_between_layers_can_be_repeated(
     model.forward(np.array([prompt[:60]]), fresh)
     want = model.forward(np.array([prompt[60:]]), fresh)
     assert cache.offset == fresh.offset == 100
-    assert np.isfinite(got).all()
-    if mode == "fp16":  # in turbo4 a layer before the failure has folded a page earlier
-        np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert cache.stats() == replace(fresh.stats(), kv_bytes_allocated=cache.stats().kv_bytes_allocated)

@@ -1,12 +1,14 @@
 """Every registered kernel against the specification: generated from the registry, so none can be without.
 
-A kernel is run on each question of a grid that its own constraints accept. A new operation needs a check here.
+A kernel is run on each question of a grid that its own constraints accept. A new operation needs a check here, one for
+each kind of storage. Without a GPU the CUDA kernels run in Triton's interpreter: as on an sm_80, but float16 only, and
+on every fifth question, for it is slow.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -28,7 +30,9 @@ from oracle import (
 
 from kvcore.attention import GRAPH_KERNELS, default_registry
 from kvcore.backends import Backend, load_backend
-from kvcore.layout import CODECS, Rotation
+from kvcore.backends.cuda.capabilities import KERNELS
+from kvcore.cache import Cache, CacheSpec
+from kvcore.layout import CODECS, Rotation, WindowPolicy
 from kvcore.modes import MODES
 from kvcore.registry import Kernel, KernelQuery
 
@@ -49,11 +53,16 @@ def installed() -> Iterator[tuple[str, str, str | None]]:
             yield test_id, name, device
 
 
+def skip_without(packages: Sequence[str]) -> list[pytest.MarkDecorator]:
+    absent = [package for package in packages if importlib.util.find_spec(package) is None]
+    return [pytest.mark.skip(reason=f"the package {package} is not installed") for package in absent]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per backend that is installed here and kernel of its registry."""
     if metafunc.function is test_a_registered_kernel_agrees_with_the_specification:
         cases = [
-            pytest.param(backend, kernel, id=f"{test_id}-{kernel.name}")
+            pytest.param(backend, kernel, id=f"{test_id}-{kernel.name}", marks=skip_without(kernel.requires))
             for test_id, backend in ((test_id, load_backend(*where)) for test_id, *where in installed())
             for kernel in default_registry(backend).kernels
         ]
@@ -71,20 +80,27 @@ def questions(backend: Backend, kernel: Kernel) -> Iterator[KernelQuery]:
             head_dim=dim,
             gqa_ratio=ratio,
             windowed=MODES[mode].quantized,
-            arch=backend.arch,
+            arch="sm_80" if interpreted(backend, kernel) else backend.arch,
         )
+
+
+def interpreted(backend: Backend, kernel: Kernel) -> bool:
+    return kernel.storage == "paged" and backend.device == "cpu"
 
 
 def verify(backend: Backend, kernel: Kernel) -> int:
     """Run ``kernel`` on every question that it accepts; how many those were."""
-    if kernel.op not in CHECKS:
+    check = CHECKS.get((kernel.op, kernel.storage))
+    if check is None:
         pytest.fail(f"{kernel.name}: operation {kernel.op} has no parity check")
     accepted = [query for query in questions(backend, kernel) if not kernel.reasons_against(query)]
     if not accepted:
         pytest.fail(f"{kernel.name}: accepts none of the {len(GRID)} questions, so nothing of it is tested")
+    if interpreted(backend, kernel):
+        accepted = [query for query in accepted if query.dtype == "float16"][::5]
     run = kernel.load()
     for query in accepted:
-        CHECKS[kernel.op](backend, run, query)
+        check(backend, run, query)
     return len(accepted)
 
 
@@ -104,7 +120,7 @@ def check_encode(backend: Backend, run: Callable[..., Any], query: KernelQuery) 
 
 def check_attend(backend: Backend, run: Callable[..., Any], query: KernelQuery) -> None:
     ops, dim, heads = backend.ops, query.head_dim, (2 * query.gqa_ratio, 2)
-    mode = next(m.name for m in MODES.values() if (m.k, m.v) == (query.k_codec, query.v_codec))
+    mode = mode_of(query)
     k, v = (gaussian(1, 2, 110, dim, seed=seed, dtype=query.dtype) for seed in (0, 1))
     layer = filled(backend, mode, k, v, heads=heads, dtype=query.dtype, window=SMALL).layers[0]
     for rows in (1, 5):
@@ -114,9 +130,54 @@ def check_attend(backend: Backend, run: Callable[..., Any], query: KernelQuery) 
         assert relative_error(out, exact_attention(backend, layer, q, dim**-0.5)) <= LIMITS[query.dtype]
 
 
-CHECKS: dict[str, Callable[[Backend, Callable[..., Any], KernelQuery], None]] = {
-    "encode": check_encode,
-    "attend": check_attend,
+def check_fold(backend: Backend, run: Callable[..., Any], query: KernelQuery) -> None:
+    """One page of two heads, a row of zeros in it."""
+    rows = {part: gaussian(1, 2, 130, query.head_dim, seed=seed, dtype=query.dtype) for seed, part in enumerate("kv")}
+    rows["v"][0, 1, 3] = 0
+    view = pages(backend, query, rows, make_fold=run, attend=lambda q, *_, **__: q).layers[0].view()
+    assert view.folded == (128 if MODES[mode_of(query)].quantized else 0)
+    for part, name, planes in (("k", query.k_codec, view.k_planes), ("v", query.v_codec, view.v_planes)):
+        stored, folded = to_numpy(backend.ops, planes), rows[part][:, :, : view.folded]
+        if name != "raw":
+            assert_planes_follow_spec(name, stored, folded, part=part)
+        elif view.folded:
+            assert np.array_equal(stored["rows"], folded)
+
+
+def check_attend_pages(backend: Backend, run: Callable[..., Any], query: KernelQuery) -> None:
+    """Sinks, a page, a tail: a step of one row, and one of many, which takes another way."""
+    rows = {part: gaussian(1, 2, 130, query.head_dim, seed=seed, dtype=query.dtype) for seed, part in enumerate("kv")}
+    layer = pages(backend, query, rows, attend=run).layers[0]
+    for count in (1, 20):
+        shapes = ((heads, seed) for seed, heads in enumerate((2 * query.gqa_ratio, 2, 2), 5))
+        q, k, v = (gaussian(1, heads, count, query.head_dim, seed=seed, dtype=query.dtype) for heads, seed in shapes)
+        out = backend.ops.to_numpy(layer.step(*map(backend.ops.asarray, (q, k, v)), query.head_dim**-0.5))
+        assert out.dtype == q.dtype
+        assert relative_error(out, exact_attention(backend, layer, q, query.head_dim**-0.5)) <= LIMITS[query.dtype]
+
+
+def pages(backend: Backend, query: KernelQuery, rows: dict[str, np.ndarray], **kernels: Any) -> Cache:
+    """One layer in pages that holds ``rows``, of which a page is folded in a quantized mode."""
+    window = WindowPolicy(sink_tokens=4, recent_tokens=0)
+    heads = 2 * query.gqa_ratio, 2
+    spec = CacheSpec(MODES[mode_of(query)], 1, *heads, query.head_dim, query.dtype, window)
+    cache = Cache(backend.ops, spec, backend.paged_storage(spec.shape(), **kernels))
+    k, v = (backend.ops.asarray(rows[part]) for part in "kv")
+    q = backend.ops.zeros((1, heads[0], int(k.shape[2]), query.head_dim), query.dtype)
+    cache.layers[0].step(q, k, v, 1.0)
+    cache.commit()
+    return cache
+
+
+def mode_of(query: KernelQuery) -> str:
+    return next(m.name for m in MODES.values() if (m.k, m.v) == (query.k_codec, query.v_codec))
+
+
+CHECKS: dict[tuple[str, str], Callable[[Backend, Callable[..., Any], KernelQuery], None]] = {
+    ("encode", "contiguous"): check_encode,
+    ("attend", "contiguous"): check_attend,
+    ("encode", "paged"): check_fold,
+    ("attend", "paged"): check_attend_pages,
 }
 
 
@@ -157,3 +218,20 @@ def test_a_kernel_that_is_wrong_fails(reference: Backend, position: int) -> None
 
     with pytest.raises(AssertionError):
         verify(reference, replace(kernel, load=lambda: wrong))
+
+
+@pytest.mark.parametrize("name", ["fold-pages", "attend-pages"])
+def test_a_kernel_for_pages_that_is_wrong_fails(name: str) -> None:
+    pytest.importorskip("triton")
+    _, backend_name, device = next(case for case in installed() if case[1] == "cuda")
+    (kernel,) = (kernel for kernel in KERNELS if kernel.name == name)
+    right = kernel.load()
+
+    def wrong(*arguments: Any, **settings: Any) -> Any:
+        result = right(*arguments, **settings)
+        if name == "attend-pages":
+            return result * 1.01
+        return replace(result, k=replace(result.k, spread=1.0), v=replace(result.v, spread=1.0))
+
+    with pytest.raises(AssertionError):
+        verify(load_backend(backend_name, device), replace(kernel, load=lambda: wrong))

@@ -7,13 +7,18 @@ from functools import lru_cache
 from math import e, log2, sqrt
 
 import torch
+import triton
 
 from kvcore.backends.cuda.kernels.decode import attend_splits, combine_splits
 from kvcore.backends.cuda.kernels.fragments import TURBO3_MAGNITUDES, TURBO4_LOW
+from kvcore.backends.cuda.kernels.hadamard import packed_signs
+from kvcore.backends.cuda.kernels.rotate import matrix_terms, sum_of_terms
 from kvcore.layout import Layout, hadamard_dct, rotation_signs
 
 MAX_SPLITS = 128  # the combining program holds one row of each in registers
 NO_WINDOW = 1 << 30
+MERGE_SLICE, MERGE_WARPS = 32, 4  # dimensions of a merging program, its warps
+REGISTERS = 216  # of a thread: with eight warps on a multiprocessor, the merging program still fits beside them
 _TABLES = {"raw": 0, "int8": 0, "turbo4": TURBO4_LOW, "turbo3": TURBO3_MAGNITUDES}
 
 
@@ -25,8 +30,11 @@ class Pages:
     k_scale, v_scale  fp16 [pages, Hkv, 128]
     raw_k, raw_v      raw pages [raw pages, Hkv, 128, D]: sinks, the raw tail, everything in fp16 mode
     table, raw_table  int32 [sequences, pages]: page numbers of a sequence's folded pages and of its raw tail
-    sink_page, sinks, folded, length   int32 [sequences]: the raw page of the sinks and how many it holds, folded rows,
-                                       all rows (the raw tail is length - folded)
+    ranges, raw_ranges  int32 of the same shapes: the live rows of each page, first | end << 16; nobody sees the others
+                        (rows that sinks shadow, rows that were trimmed)
+    sink_page, sinks, folded, length   int32 [sequences]: the raw page of the sinks and how many (at most 16) it holds,
+                                       folded slots, all slots (those of the raw tail are length - folded), dead ones
+                                       included
     """
 
     k: torch.Tensor
@@ -37,6 +45,8 @@ class Pages:
     raw_v: torch.Tensor
     table: torch.Tensor
     raw_table: torch.Tensor
+    ranges: torch.Tensor
+    raw_ranges: torch.Tensor
     sink_page: torch.Tensor
     sinks: torch.Tensor
     folded: torch.Tensor
@@ -45,26 +55,30 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class VRotation:
-    """R_V = (outer ⊗ inner)·diag(signs) on the device, float32: outer [DO, DO], inner [DI, DI], signs [D]."""
+    """R_V of one layer on the device, for rows multiplied from the left: x @ matrix is R_Vᵀ x.
 
-    outer: torch.Tensor
-    inner: torch.Tensor
-    signs: torch.Tensor
+    matrix  float32 [D, D]
+    terms   bf16 [terms, D, D], whose sum is √D · matrix to float32's precision
+    signs   int32 [8], `hadamard.packed_signs`; None where D is no power of two
+    """
+
+    matrix: torch.Tensor
+    terms: torch.Tensor
+    signs: torch.Tensor | None
 
     @classmethod
     def create(cls, layer: int, head_dim: int, device: torch.device | str) -> VRotation:
-        power = head_dim & -head_dim
-        outer = min(16, power) if head_dim == power else power
-        inner = head_dim // outer
-        matrices = [torch.from_numpy(hadamard_dct(n).copy()).to(device) for n in (outer, inner)]
-        signs = torch.from_numpy(rotation_signs(layer, "v", head_dim).copy()).to(device)
-        return cls(matrices[0], matrices[1], signs)
+        signs = torch.from_numpy(rotation_signs(layer, "v", head_dim).copy())
+        matrix = torch.from_numpy(hadamard_dct(head_dim).copy()) * signs
+        terms = sum_of_terms(matrix * head_dim**0.5, torch.bfloat16, matrix_terms(head_dim, torch.bfloat16))
+        packed = packed_signs(layer, head_dim).to(device) if head_dim & (head_dim - 1) == 0 else None
+        return cls(matrix.to(device), terms.to(device), packed)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Launch parameters: warps of a program, 16-token tiles of a warp for folded pages (``tiles``) and for raw rows,
-    programs per (sequence, KV head) for each, and tile columns."""
+    """Launch parameters: warps of a program; 16-token tiles of a warp, for folded pages (``tiles``) and for raw rows;
+    programs per (sequence, KV head) for each; tile columns; tiles in shared memory for each, 0 to load to registers."""
 
     warps: int
     tiles: int
@@ -72,29 +86,43 @@ class LaunchConfig:
     splits: int
     raw_splits: int
     columns: int
+    stages: int = 0
+    raw_stages: int = 0
 
 
 def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> LaunchConfig:
     """From the number of (sequence, KV head) rows and query columns; measured on an H200, see docs/performance.md.
 
-    Register pressure decides: an accumulator holds D / 16 · columns / 8 fragments, a tile of K and V as much again.
+    Few rows want many small programs. turbo4 computes most for a byte: it takes shared memory, which leaves registers
+    for more warps; elsewhere loads to registers were faster.
     """
-    wide = layout.k_dim > 128 or columns > 8
+    wide, few = layout.k_dim > 128 or columns > 8, rows < 64
     raw_parts = (not layout.k.quantized) + (not layout.v.quantized)
+    stages = 0
     if raw_parts == 2:
-        warps, tiles, resident = 4, 1, 2
-    elif raw_parts == 1:
-        warps, tiles, resident = 2, 1 if wide else 2, 4 if rows >= 64 else 3
+        warps, tiles, resident = (1, 1, 8) if few else (4, 1, 2)
     elif wide:
-        warps, tiles, resident = 1, 1, 8
+        warps, tiles, resident = (2, 1, 4) if raw_parts else (1, 1, 8)
+    elif layout.k.codebook:
+        warps, tiles, resident, stages = (1, 4, 12, 2) if few else (2, 4, 6, 2)
+    elif layout.k.quantized and layout.v.codebook:
+        warps, tiles, resident = (1, 4, 8) if few else (4, 4, 2)
     else:
-        warps, tiles, resident = (1, 4, 8) if layout.k.codebook else (2, 4, 4)
-    total = max(1, min(MAX_SPLITS, processors * resident // rows))
+        warps, tiles, resident = (2, 2, 4) if few else (4, 2, 2)
+    total = _best_splits(rows, processors * resident)
     width = 8 if columns <= 8 else 16
     if raw_parts == 2:
         return LaunchConfig(warps, 1, 1, 0, total, width)
     raw_splits = min(4, max(1, total // 4))
-    return LaunchConfig(warps, tiles, 1, max(1, total - raw_splits) if rows < 64 else total, raw_splits, width)
+    splits = max(1, min(total, MAX_SPLITS - raw_splits))
+    return LaunchConfig(warps, tiles, 1, splits, raw_splits, width, stages, stages)
+
+
+def _best_splits(rows: int, resident: int) -> int:
+    """Splits of each row for a GPU that holds ``resident`` programs: the fewest that waste little of at most two waves."""
+    waves = {n: -(-rows * n // resident) for n in range(1, MAX_SPLITS + 1)}
+    times = {n: count / n for n, count in waves.items() if count <= 2} or {1: 1.0}
+    return next(n for n, time in times.items() if time <= 1.05 * min(times.values()))
 
 
 def attend_pages(
@@ -128,25 +156,41 @@ def attend_pages(
     peak = torch.empty(rows * blocks * splits, config.columns, device=q.device, dtype=torch.float32)
     total = torch.empty_like(peak)
     out = torch.empty_like(q, dtype=out_dtype)
+    signs = None if v_rotation is None else v_rotation.signs
+    terms = v_rotation.terms if v_rotation is not None and signs is None else None
+    capability = _capability(q.device)
+    overlap = {"launch_pdl": True} if capability >= (9, 0) else {}
+    registers = {} if config.stages else {"maxnreg": REGISTERS}
     attend_splits[(rows * blocks, splits)](
         q_rotated, q, pages.k, pages.v, pages.k_scale, pages.v_scale, pages.raw_k, pages.raw_v,
-        pages.table, pages.raw_table, pages.sink_page, pages.sinks, pages.folded, pages.length, partial, peak, total,
+        pages.table, pages.raw_table, pages.ranges, pages.raw_ranges, pages.sink_page, pages.sinks, pages.folded,
+        pages.length, pages.length if signs is None else signs, partial, peak, total,
         (scale or 1 / sqrt(dim)) * log2(e), pages.table.shape[1], pages.raw_table.shape[1],
         window or NO_WINDOW, _TABLES[layout.k.name], _TABLES[layout.v.name],
         KC=layout.k.name, VC=layout.v.name, D=dim, HKV=kv_heads, GROUP=group, COLUMNS=columns, NP=config.columns,
         W=config.warps, MT=config.tiles, RAW_MT=config.raw_tiles, RAW_SPLITS=config.raw_splits,
-        CAUSAL=query_rows > 1 or window is not None, HARDWARE=_converts_fp8(q.device), num_warps=config.warps,
+        CAUSAL=query_rows > 1 or window is not None, HARDWARE=capability >= (8, 9), UNDO=signs is not None,
+        STAGES=config.stages, RAW_STAGES=config.raw_stages, OVERLAP=bool(overlap), num_warps=config.warps, **registers,
+        **overlap,
     )  # fmt: skip
-    outer, inner = (len(v_rotation.outer), len(v_rotation.inner)) if v_rotation else (1, dim)
-    inner_padded = 1 << (inner - 1).bit_length()
-    rotation = (v_rotation.outer, v_rotation.inner, v_rotation.signs) if v_rotation else (peak, peak, peak)
-    combine_splits[(rows * columns,)](
-        partial, peak, total, *rotation, out,
-        splits=splits, COLUMNS=columns, NP=config.columns, D=dim, DP=outer * inner_padded, RAW_SPLITS=config.raw_splits,
-        ROTATED=v_rotation is not None, DO=outer, DI=inner, DIP=inner_padded, SB=1 << (splits - 1).bit_length(),
-        num_warps=8 if splits > 16 else 4,
+    padded = triton.next_power_of_2(dim)
+    together = _columns_together(rows, columns, splits)
+    combine_splits[(rows * columns // together, padded // MERGE_SLICE)](
+        partial, peak, total, peak if terms is None else terms, out, splits,
+        COLUMNS=columns, NP=config.columns, D=dim, DP=padded, RAW_SPLITS=config.raw_splits,
+        SPLITS=triton.next_power_of_2(splits), RAW=triton.next_power_of_2(config.raw_splits), TOGETHER=together,
+        SLICE=MERGE_SLICE, TERMS=0 if terms is None else len(terms), NORM=dim**-0.5, OVERLAP=bool(overlap),
+        num_warps=MERGE_WARPS, **overlap,
     )  # fmt: skip
     return out
+
+
+def _columns_together(rows: int, columns: int, splits: int) -> int:
+    """Columns that one merging program writes: more than one only where that leaves enough programs."""
+    together = 1
+    while columns % (2 * together) == 0 and rows * columns // together > 256 and splits * together < 32:
+        together *= 2
+    return min(together, 16)
 
 
 @lru_cache(maxsize=8)
@@ -155,6 +199,5 @@ def _processors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=8)
-def _converts_fp8(device: torch.device) -> bool:
-    """Whether the GPU converts e4m3 to fp16 in one instruction."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

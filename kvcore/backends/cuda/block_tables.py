@@ -6,48 +6,42 @@ copy is what kernels read, at addresses that stay, as CUDA graphs require.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvcore.backends.cuda.native import PAGE
 from kvcore.backends.cuda.pool import PagePool
+from kvcore.backends.cuda.sequence import NEVER, Entry, PagedRows, carve, cut
 from kvcore.errors import InputError
 from kvcore.layout import WindowPolicy
 
-NEVER = 1 << 30
+__all__ = ["NEVER", "BlockTables", "Needs"]
 
-
-@dataclass(slots=True)
-class _Sequence:
-    """The host's view of one sequence: ``folded`` of its ``length`` rows in native pages, the others raw."""
-
-    length: int = 0
-    folded: int = 0
-    position: int = 0
-    folding: bool = True
-    due: int = 0  # pages that the step under way folds
-    sink_page: int | None = None
-    pages: list[int] = field(default_factory=list)
-    raw: list[int] = field(default_factory=list)
-
-    @property
-    def tail(self) -> int:
-        return self.length - self.folded
-
-
+_TABLES = ("table", "ranges", "raw_table", "raw_ranges")
 _STATE = ("lengths", "folded", "positions", "sinks", "sink_pages", "fold_at")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a step takes: raw pages, copies of shared ones included, native pages, and table entries in all."""
+
+    raw: int
+    native: int
+    width: int
 
 
 class BlockTables:
     """Which pages hold the rows of each sequence: ``rows`` sequences of at most ``max_tokens`` tokens.
 
-    On the device, int32: ``table`` and ``raw_table`` [rows, pages] (native pages, and raw pages from the oldest raw
-    row on), ``lengths`` (all rows), ``folded``, ``positions`` (RoPE position of the next token), ``sinks`` (raw rows
-    that shadow the first page's), ``sink_pages`` (raw page that holds them) and ``fold_at`` (raw rows at which the
-    oldest page folds) [rows].
+    On the device, int32: ``table`` and ``raw_table`` [rows, entries] (native pages, and raw pages from the oldest raw
+    row on) with ``ranges`` and ``raw_ranges`` beside them, the live rows of each entry's page as first | end << 16;
+    and [rows]: ``lengths`` and ``folded`` in slots, 128 an entry, ``positions`` (RoPE position of the next token),
+    ``sinks`` (raw rows that shadow the first page's), ``sink_pages`` (raw page that holds them) and ``fold_at`` (slots
+    of the raw tail at which the oldest page folds). The newest row has the slot before ``lengths``. The range of the
+    last raw entry ends at 128: its length bounds it.
 
     A step is: `extend`, `upload`, the launches, `commit`. Without a pool of native pages nothing folds; with
     ``delegated`` a sequence folds from its `hand_over` on.
@@ -64,164 +58,222 @@ class BlockTables:
         *,
         delegated: bool = False,
     ) -> None:
-        self._raw, self._native, self._window = raw, native, window
-        self._max_tokens = max_tokens
+        self._raw, self._native, self._window, self._device = raw, native, window, device
         self._folding = native is not None and not delegated
-        self._rows = [_Sequence(folding=self._folding) for _ in range(rows)]
-        width = -(-max_tokens // PAGE)
-        self._host_table, self._host_raw_table = (np.zeros((rows, width), np.int32) for _ in range(2))
+        self._rows = [PagedRows(folding=self._folding) for _ in range(rows)]
+        self.width = 0
         self._host_state = np.zeros((len(_STATE), rows), np.int32)
-        self.table, self.raw_table, self._state = (
-            torch.from_numpy(host).to(device, copy=True)
-            for host in (self._host_table, self._host_raw_table, self._host_state)
-        )
+        self._state = torch.from_numpy(self._host_state).to(device, copy=True)
         self.lengths, self.folded, self.positions, self.sinks, self.sink_pages, self.fold_at = self._state.unbind()
-        self._new_pages: set[int] = set()  # rows of the tables that the device does not have yet
+        self.widen(-(-max_tokens // PAGE))
+
+    def widen(self, width: int) -> None:
+        """Tables of ``width`` entries, at new addresses. torch.OutOfMemoryError: nothing has changed."""
+        if width <= self.width:
+            return
+        host = np.zeros((len(_TABLES), len(self._rows), width), np.int32)
+        device = torch.from_numpy(host).to(self._device, copy=True)
+        self.width, self._host_tables, self._tables = width, host, device
+        self.table, self.ranges, self.raw_table, self.raw_ranges = device.unbind()
+        self._changed = set(range(len(self._rows)))  # rows of the tables that the device does not have yet
 
     def length(self, row: int) -> int:
-        return self._rows[row].length
+        """Live rows of the sequence."""
+        return self._rows[row].rows
 
     def rows_folded(self, row: int) -> int:
-        return self._rows[row].folded
+        """Those of them in native pages, the ones that raw sinks shadow included."""
+        return self._rows[row].rows_folded
+
+    def rows_sinks(self, row: int) -> int:
+        return self._rows[row].sinks(self._window)
+
+    def slots(self, row: int) -> tuple[int, int, int]:
+        """Sinks, folded slots, all slots: what the device has of the sequence after `upload`."""
+        sequence = self._rows[row]
+        return sequence.sinks(self._window), sequence.folded_slots, sequence.folded_slots + sequence.tail_slots
+
+    def entries(self, row: int) -> tuple[Sequence[Entry], Sequence[Entry]]:
+        """Native and raw entries, oldest first, with their live rows; the first native one counts the sinks."""
+        return self._rows[row].native, self._rows[row].raw
+
+    def sink_page(self, row: int) -> int | None:
+        return self._rows[row].sink_page
 
     @property
     def due(self) -> int:
         """Most pages that the step under way folds in one sequence: what `Fold` takes as ``pages``."""
-        return max(sequence.due for sequence in self._rows)
+        return max(len(sequence.coming) for sequence in self._rows)
+
+    def needs(self, new: Mapping[int, int]) -> Needs:
+        """What `extend` would take."""
+        raw, copies, native = zip(*(self._needs(self._rows[row], count) for row, count in new.items()), strict=True)
+        width = max(self._width_after(self._rows[row], *need) for row, *need in zip(new, raw, native, strict=True))
+        return Needs(sum(raw) + sum(copies), sum(native), width)
 
     def extend(self, new: Mapping[int, int]) -> None:
         """Room for new rows of some sequences ({row: count}) and for the pages that fold after them, or none of it.
 
-        Raises InputError beyond ``max_tokens``, KvcoreError where a pool has too few pages.
+        Raises InputError where a table has too few entries, KvcoreError where a pool has too few pages.
         """
-        for row, count in new.items():
-            if self._rows[row].length + count > self._max_tokens:
-                raise InputError(
-                    f"sequence of {self._rows[row].length} rows cannot take {count} more: "
-                    f"these tables hold {self._max_tokens} tokens a sequence"
-                )
         needs = [self._needs(self._rows[row], count) for row, count in new.items()]
+        for (row, count), (raw, _, native) in zip(new.items(), needs, strict=True):
+            sequence = self._rows[row]
+            if self._width_after(sequence, raw, native) > self.width:
+                raise InputError(
+                    f"sequence of {sequence.rows} rows cannot take {count} more: these tables hold "
+                    f"{self.width * PAGE} tokens a sequence, whole pages where some of their rows were trimmed"
+                )
         self._raw.require(sum(raw + copies for raw, copies, _ in needs))
         if self._native is not None:
-            self._native.require(sum(pages for _, _, pages in needs))
-        for (row, count), (raw, copies, pages) in zip(new.items(), needs, strict=True):
+            self._native.require(sum(native for *_, native in needs))
+        for (row, count), (raw, copies, native) in zip(new.items(), needs, strict=True):
             sequence = self._rows[row]
             if copies:
-                last = sequence.tail // PAGE
-                sequence.raw[last] = self._raw.writable(sequence.raw[last])
-            sequence.raw += self._raw.alloc(raw)
+                sequence.raw[-1].page = self._raw.writable(sequence.raw[-1].page)
+            sequence.add(count, self._raw.alloc(raw))
             if self._native is not None:
-                sequence.pages += self._native.alloc(pages)
-            sequence.due += pages
-            sequence.length += count
-            sequence.position += count
-            if raw or copies or pages:
-                self._new_pages.add(row)
+                sequence.coming += self._native.alloc(native)
+            if raw or copies or native:
+                self._changed.add(row)
 
-    def _needs(self, sequence: _Sequence, count: int) -> tuple[int, int, int]:
+    def _needs(self, sequence: PagedRows, count: int) -> tuple[int, int, int]:
         """Raw pages, copies of a shared raw page, and native pages that ``count`` more rows take."""
-        rows = sequence.tail + count
-        raw = -(-rows // PAGE) - len(sequence.raw)
-        shared = count > 0 and sequence.tail % PAGE > 0
-        copies = int(shared and self._raw.references(sequence.raw[sequence.tail // PAGE]) > 1)
-        return raw, copies, self._foldable_pages(sequence, rows) - sequence.due
+        raw = -(-max(0, count - sequence.room) // PAGE)
+        writes = count > 0 and sequence.room > 0
+        copies = int(writes and self._raw.references(sequence.raw[-1].page) > 1)
+        return raw, copies, self._due_after(sequence, count) - len(sequence.coming)
 
-    def _foldable_pages(self, sequence: _Sequence, tail: int) -> int:
-        return self._window.foldable(tail) // PAGE if sequence.folding else 0
+    def _due_after(self, sequence: PagedRows, count: int) -> int:
+        return sequence.due_after(count, self._window) if self._native is not None else 0
+
+    def _width_after(self, sequence: PagedRows, raw: int, native: int) -> int:
+        return max(len(sequence.native) + len(sequence.coming) + native, len(sequence.raw) + raw)
 
     def upload(self) -> None:
         """Bring the device's copy up to date: a few small copies on the current stream, which nothing waits for.
 
         The host's side is pageable memory, which the driver stages before it returns: it may change at once.
         """
-        for row in self._new_pages:
-            sequence = self._rows[row]
-            for host, device, pages in (
-                (self._host_table, self.table, sequence.pages),
-                (self._host_raw_table, self.raw_table, sequence.raw),
-            ):
-                host[row, : len(pages)] = pages
+        for row in self._changed:
+            self._write_tables(row)
+            for host, device in zip(self._host_tables, self._tables, strict=True):
                 device[row].copy_(torch.from_numpy(host[row]), non_blocking=True)
-        self._new_pages.clear()
+        self._changed.clear()
         for row, x in enumerate(self._rows):
-            fold_at = self._window.recent_tokens + PAGE if x.folding else NEVER
-            self._host_state[:, row] = (x.length, x.folded, x.position, self._sinks(x), x.sink_page or 0, fold_at)
+            sinks, folded, length = self.slots(row)
+            self._host_state[:, row] = (length, folded, x.position, sinks, x.sink_page or 0, x.fold_at(self._window))
         self._state.copy_(torch.from_numpy(self._host_state), non_blocking=True)
 
-    def _sinks(self, sequence: _Sequence) -> int:
-        return min(self._window.sink_tokens, sequence.folded)
+    def _write_tables(self, row: int) -> None:
+        sequence = self._rows[row]
+        table, ranges, raw_table, raw_ranges = self._host_tables[:, row]
+        native, raw = self.live(row)
+        pages = [*(entry.page for entry in sequence.native), *sequence.coming]
+        table[: len(pages)] = pages
+        ranges[: len(native)] = [first | end << 16 for first, end in native]
+        raw_table[: len(raw)] = [entry.page for entry in sequence.raw]
+        raw_ranges[: len(raw)] = [first | end << 16 for first, end in raw]
+
+    def live(self, row: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The live rows (first, end) of each native and each raw entry, as the device has them in ``ranges``."""
+        sequence = self._rows[row]
+        native = [(entry.first, entry.end) for entry in sequence.native]
+        raw = [(entry.first, entry.end) for entry in sequence.raw]
+        if sinks := sequence.sinks(self._window):
+            native[0] = sinks, native[0][1]
+        if raw:
+            raw[-1] = raw[-1][0], PAGE
+        return native, raw
 
     def commit(self) -> None:
         """Book what the step's launches fold: give back the raw pages that became native ones, but for the sinks'."""
         for row, sequence in enumerate(self._rows):
-            if sequence.due == 0:
+            if not sequence.coming:
                 continue
-            done, sequence.raw = sequence.raw[: sequence.due], sequence.raw[sequence.due :]
-            if sequence.folded == 0 and self._window.sink_tokens > 0:
+            first = not sequence.native
+            done = sequence.fold()
+            if first and self._window.sink_tokens > 0 and sequence.native[0].first == 0:
                 sequence.sink_page = done.pop(0)
             self._raw.free(done)
-            sequence.folded += sequence.due * PAGE
-            sequence.due = 0
-            self._new_pages.add(row)
+            self._changed.add(row)
 
-    def hand_over(self, row: int) -> None:
-        """Let the sequence fold from now on, beginning with the step under way (`due` pages). One-way."""
-        self._rows[row].folding = self._native is not None
-        self.extend({row: 0})
+    def hand_over(self, row: int, *, undo: bool = False) -> None:
+        """Let the sequence fold from the next `extend` on, which may add no rows. ``undo``: that found no room."""
+        self._rows[row].folding = self._native is not None and not undo
 
     def fork(self, source: int, target: int) -> None:
         """Let the empty ``target`` hold what ``source`` holds; pages are shared until one of them writes."""
-        origin, copy = self._rows[source], self._rows[target]
-        if copy.length or origin.due:
+        origin = self._rows[source]
+        if self._rows[target].rows or origin.coming:
             raise ValueError("fork needs an empty target, and no step under way")
-        self._raw.share([*origin.raw, *self._sink_pages(origin)])
+        self._raw.share([*(entry.page for entry in origin.raw), *_sink_pages(origin)])
         if self._native is not None:
-            self._native.share(origin.pages)
-        self._rows[target] = _Sequence(
-            length=origin.length,
-            folded=origin.folded,
-            position=origin.position,
-            folding=origin.folding,
-            sink_page=origin.sink_page,
-            pages=list(origin.pages),
-            raw=list(origin.raw),
-        )
-        self._new_pages.add(target)
+            self._native.share(entry.page for entry in origin.native)
+        self._rows[target] = origin.copy()
+        self._changed.add(target)
 
     def trim(self, row: int, count: int) -> None:
-        """Forget the newest ``count`` rows: raw rows first, then whole folded pages. Within a step, rows that were not
-        accepted; what folds then is reckoned anew.
+        """Forget the newest ``count`` rows: raw ones first, then folded ones. A page that is cut stays folded with
+        fewer rows, and the raw tail begins anew behind it. Within a step, rows that were not accepted; what folds then
+        is reckoned anew.
 
-        InputError where a folded page would have to be cut.
+        InputError where there are fewer rows.
         """
         sequence = self._rows[row]
-        left = sequence.length - count
-        if not 0 <= left <= sequence.length:
-            raise InputError(f"cannot trim {count} rows: the sequence holds {sequence.length}")
-        if left < sequence.folded and left % PAGE:
-            raise InputError(
-                f"cannot trim to {left} rows: {sequence.folded} are folded, in pages of {PAGE}; "
-                f"trim to {left // PAGE * PAGE}, or to {sequence.folded} or more"
-            )
-        sequence.folded = min(sequence.folded, left)
-        sequence.length, sequence.position = left, sequence.position - count
-        sequence.due = min(sequence.due, self._foldable_pages(sequence, sequence.tail))
-        kept = -(-sequence.tail // PAGE)
-        self._raw.free(sequence.raw[kept:])
-        del sequence.raw[kept:]
-        kept = sequence.folded // PAGE + sequence.due
+        left = sequence.rows - count
+        if not 0 <= left <= sequence.rows:
+            raise InputError(f"cannot trim {count} rows: the sequence holds {sequence.rows}")
+        raw = cut(sequence.raw, left - sequence.rows_folded)
+        self._replace(row, cut(sequence.native, left), raw)
+        sequence.position -= count
+        kept = min(len(sequence.coming), self._due_after(sequence, 0))
         if self._native is not None:
-            self._native.free(sequence.pages[kept:])
-            del sequence.pages[kept:]
-        if sequence.folded == 0:
-            self._raw.free(self._sink_pages(sequence))
+            self._native.free(sequence.coming[kept:])
+        del sequence.coming[kept:]
+
+    def drop(self, row: int, first: int, count: int) -> None:
+        """Forget ``count`` rows from the ``first`` on; the others stay where and as they are, and keep their positions.
+
+        A page without live rows is given back, one with a hole stands in the table twice. Where a hole begins before
+        the end of the sinks, those behind it are read from their page's codes from now on. InputError for rows that are
+        not there, or where the table has no entry left. ValueError within a step that folds.
+        """
+        sequence = self._rows[row]
+        if sequence.coming:
+            raise ValueError("drop needs a sequence without a fold under way")
+        if first < 0 or count < 0 or first + count > sequence.rows:
+            raise InputError(f"cannot drop {count} rows from row {first} on: the sequence holds {sequence.rows}")
+        if first + count == sequence.rows:
+            position = sequence.position
+            self.trim(row, count)
+            sequence.position = position
+            return
+        native = carve(sequence.native, first, first + count)
+        raw = carve(sequence.raw, first - sequence.rows_folded, first + count - sequence.rows_folded)
+        if max(len(native), len(raw)) > self.width:
+            raise InputError(f"cannot drop {count} rows: a page with a hole needs an entry more than {self.width}")
+        self._replace(row, native, raw)
+
+    def _replace(self, row: int, native: list[Entry], raw: list[Entry]) -> None:
+        """New entries for the same pages or fewer, with their references, and sinks only where they still are."""
+        sequence = self._rows[row]
+        for pool, old, new in ((self._native, sequence.native, native), (self._raw, sequence.raw, raw)):
+            if pool is not None:
+                pool.share(entry.page for entry in new)
+                pool.free(entry.page for entry in old)
+        sequence.native, sequence.raw = native, raw
+        sequence.recount()
+        if not native or native[0].first > 0:
+            self._raw.free(_sink_pages(sequence))
             sequence.sink_page = None
-        self._new_pages.add(row)
+        self._changed.add(row)
 
     def release(self, row: int) -> None:
         """Forget the sequence; its row is empty then, and idle for the kernels."""
-        self.trim(row, self._rows[row].length)
-        self._rows[row] = _Sequence(folding=self._folding)
+        self.trim(row, self._rows[row].rows)
+        self._rows[row] = PagedRows(folding=self._folding)
 
-    def _sink_pages(self, sequence: _Sequence) -> list[int]:
-        return [] if sequence.sink_page is None else [sequence.sink_page]
+
+def _sink_pages(sequence: PagedRows) -> list[int]:
+    return [] if sequence.sink_page is None else [sequence.sink_page]

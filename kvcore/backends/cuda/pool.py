@@ -1,4 +1,4 @@
-"""Pages of keys and values, allocated once and counted by reference."""
+"""Pages of keys and values, counted by reference."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ class PagePool:
     def __init__(
         self, planes: Iterable[NativePlane], layers: int, kv_heads: int, pages: int, device: str, what: str = "KV"
     ) -> None:
-        planes = tuple(planes)
+        self._shapes = tuple(planes)
+        self._layers, self._kv_heads, self._device = layers, kv_heads, device
         self.pages, self.what = pages, what
-        self.page_bytes = bytes_per_page(planes, layers, kv_heads)
-        self.planes: dict[str, Tensor] = {
-            plane.name: torch.empty(
-                (layers, pages, kv_heads, *plane.shape), dtype=getattr(torch, plane.dtype), device=device
-            )
-            for plane in planes
-        }
+        self.page_bytes = bytes_per_page(self._shapes, layers, kv_heads)
+        self.planes = self._allocate(pages)
         self._references = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
+
+    def _allocate(self, pages: int) -> dict[str, Tensor]:
+        return {
+            plane.name: torch.empty(
+                (self._layers, pages, self._kv_heads, *plane.shape),
+                dtype=getattr(torch, plane.dtype),
+                device=self._device,
+            )
+            for plane in self._shapes
+        }
 
     @property
     def free_pages(self) -> int:
@@ -54,6 +60,21 @@ class PagePool:
                 f"out of {self.what} pages: {count} needed, {self.free_pages} of {self.pages} free "
                 f"({PAGE} tokens each); end or shorten a sequence, or give the cache more memory"
             )
+
+    def grow(self, pages: int) -> None:
+        """``pages`` in all, in new planes; numbers and contents stay. Old and new planes are there together meanwhile.
+
+        Raises torch.OutOfMemoryError, and nothing has changed then.
+        """
+        if pages <= self.pages:
+            return
+        grown = self._allocate(pages)
+        for name, plane in self.planes.items():
+            grown[name][:, : self.pages].copy_(plane)
+        self.planes = grown
+        self._references += [0] * (pages - self.pages)
+        self._free = [*range(pages - 1, self.pages - 1, -1), *self._free]
+        self.pages = pages
 
     def alloc(self, count: int = 1) -> list[int]:
         """``count`` pages with one reference each, or KvcoreError and none."""

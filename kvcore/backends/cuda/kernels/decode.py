@@ -10,27 +10,47 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcore.backends.cuda.kernels.gl import INTERPRET, gl, jit, loop_bound, mma
+from kvcore.backends.cuda.kernels.fragments import hold, log2_approximate
+from kvcore.backends.cuda.kernels.gl import (
+    INTERPRET,
+    commit,
+    gl,
+    jit,
+    let_next_start,
+    loop_bound,
+    mma,
+    wait,
+    wait_for_previous,
+)
+from kvcore.backends.cuda.kernels.hadamard import undo_rotation
+from kvcore.backends.cuda.kernels.rotate import exact_product
 from kvcore.backends.cuda.kernels.tiles import (
     PAGE,
     k_dimension,
+    k_layout,
     k_operand,
+    k_shared,
     load_k,
     load_scale,
     load_signs,
     load_v,
     p_operand,
     padded,
+    scale_layout,
     scale_rows,
     v_dimension,
+    v_layout,
     v_operand,
+    v_shape,
+    v_shared,
     v_tile,
+    values_per_element,
 )
 
 LOWEST = tl.constexpr(-1e30)
 # What pages unpack to; the interpreter keeps float32, so that its results can be compared closely.
 UNPACKED = tl.constexpr(tl.float32 if INTERPRET.value else tl.float16)
-SMALLEST_SCALE = tl.constexpr(2.0**-24)  # the smallest fp16 number
+SMALLEST_SCALE = tl.constexpr(2.0**-60)  # in the place of 0; such rows round to nothing beside any other
 
 
 @jit
@@ -56,152 +76,235 @@ def _load_q(
 
 
 @jit
-def _tile_address(
-    i,
-    RAW: tl.constexpr,
-    TABLE,
-    SINK,
-    h,
-    seq,
-    sinks,
-    tail,
-    HKV: tl.constexpr,
-    STRIDE,
-    W: tl.constexpr,
-    T: tl.constexpr,
-    LANE: tl.constexpr,
-):
-    """Where the warps' tiles of step i are: plane row (page, head), first token within the page, valid rows, and the
-    position of the first token within its part. A raw part has the sinks as its first tile."""
+def _entry(at, seq, slots, STRIDE):
+    """The table entry of slot ``at``; tiles beyond the end read the last page, which is written."""
+    return seq * STRIDE + gl.minimum(at, gl.maximum(slots - 1, 0)) // PAGE
+
+
+@jit
+def _first_slot(i, RAW: tl.constexpr, W: tl.constexpr, T: tl.constexpr, LANE: tl.constexpr):
+    """Of each warp's tile of step i, within the part; -1 for the tile of the sinks, the first of a raw part."""
     tile = i * W + gl.arange(0, W, LANE)
+    return gl.where(tile == 0, -1, (tile - 1) * T) if RAW else tile * T
+
+
+@jit
+def _page(at, TABLE, SINK, seq, slots, STRIDE, RAW: tl.constexpr):
+    """The page that holds slot ``at``."""
+    page = gl.load(TABLE + _entry(at, seq, slots, STRIDE))
+    return gl.where(at < 0, gl.load(SINK + seq), page) if RAW else page
+
+
+@jit
+def _live(at, RANGES, seq, sinks, slots, STRIDE, RAW: tl.constexpr):
+    """First and end of the live rows of the tile from slot ``at`` on; none beyond the end."""
+    live = gl.load(RANGES + _entry(at, seq, slots, STRIDE))
+    token = at % PAGE
+    first, last = (live & 0xFFFF) - token, gl.minimum((live >> 16) - token, slots - at)
     if RAW:
-        first = gl.maximum(tile - 1, 0) * T
-        sink = tile == 0
-        rows = gl.where(sink, sinks, tail - first)
-        page = gl.load(TABLE + seq * STRIDE + first // PAGE, mask=(rows > 0) & (tile > 0), other=0)
-        page = gl.where(sink, gl.load(SINK + seq), page)
-        first = gl.where(sink, 0, first)
-    else:
-        first = tile * T
-        rows = tail - first
-        page = gl.load(TABLE + seq * STRIDE + first // PAGE, mask=rows > 0, other=0)
-    return page.to(gl.int64) * HKV + h, first % PAGE, gl.minimum(rows, T), first
+        first, last = gl.where(at < 0, 0, first), gl.where(at < 0, sinks, last)
+    return first, last
 
 
 @jit
-def _load_tile(
-    K,
-    V,
-    KS,
-    VS,
-    page,
-    token,
-    rows,
-    KC: tl.constexpr,
-    VC: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    MT: tl.constexpr,
-):
-    """Everything of one tile: K, V, turbo3 signs, K scale, V scale (what a codec lacks repeats ``page``)."""
-    k = load_k(K, page * PAGE + token, rows, KC, D, W, MT)
-    row = page * PAGE + token
-    start = row if VC == "raw" else (row // 16) * v_tile(VC, D)
-    v = load_v(V, start, rows, VC, D, W, MT)
-    signs = load_signs(V, start, D, W, MT) if VC == "turbo3" else page
-    ks = load_scale(KS, page, token // (16 * MT), W, MT) if KC != "raw" else page
-    vs = load_scale(VS, page, token // (16 * MT), W, MT) if VC != "raw" else page
-    return k, v, signs, ks, vs
+def _keys(
+    K_SLOT, KS_SLOT, K, KS, page, at, first, last, h,
+    HKV: tl.constexpr, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """K of a tile and its scales (the page stands in for a codec without any)."""
+    plane, token = page.to(gl.int64) * HKV + h, gl.maximum(at, 0) % PAGE
+    k, ks = load_k(K_SLOT, K, plane * PAGE + token, first, last, CODEC, D, W, MT, RING), plane
+    if CODEC != "raw":
+        ks = load_scale(KS_SLOT, KS, plane, token // (16 * MT), W, MT, RING)
+    return k, ks
 
 
 @jit
-def _power_of_two_below(x):
-    """1 / 2^floor(log2 x) for float32 x > 0, exactly."""
-    return ((254 << 23) - (x.to(gl.int32, bitcast=True) & 0x7F800000)).to(gl.float32, bitcast=True)
+def _values(
+    V_SLOT, SIGN_SLOT, VS_SLOT, V, VS, page, at, first, last, h,
+    HKV: tl.constexpr, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """V of a tile, turbo3's signs, scales."""
+    plane, token = page.to(gl.int64) * HKV + h, gl.maximum(at, 0) % PAGE
+    row = plane * PAGE + token
+    start = row if CODEC == "raw" else (row // 16) * v_tile(CODEC, D)
+    v, signs, vs = load_v(V_SLOT, V, start, first, last, CODEC, D, W, MT, RING), plane, plane
+    if CODEC == "turbo3":
+        signs = load_signs(SIGN_SLOT, V, start, D, W, MT, RING)
+    if CODEC != "raw":
+        vs = load_scale(VS_SLOT, VS, plane, token // (16 * MT), W, MT, RING)
+    return v, signs, vs
+
+
+@jit
+def _update(
+    s, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
+    RAW: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, NP: tl.constexpr, W: tl.constexpr,
+    MT: tl.constexpr, CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """One tile into the running maximum m, normalizer l and sum acc; s [W, T, NP] are K's codes times q.
+
+    Where V has scales, a row's weight is the probability times its scale: log2 of the scale is added to the logit, so
+    that the largest weight is 1 whatever the range of V. The normalizer takes the scale out again.
+    """
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    b_layout: gl.constexpr = gl.DotOperandLayout(1, acc_layout, 2)
+    rows_layout: gl.constexpr = gl.SliceLayout(2, acc_layout)
+    valid = (t[None, :] >= first[:, None]) & (t[None, :] < last[:, None])
+    v_log = gl.zeros([W, 16 * MT], gl.float32, rows_layout)
+    if VC != "raw":
+        v_log = log2_approximate(gl.maximum(scale_rows(vs, rows_layout, W, MT), SMALLEST_SCALE))
+    k_scale = scale if KC == "raw" else (scale_rows(ks, rows_layout, W, MT) * scale)[:, :, None]
+    s = s * k_scale + gl.where(valid, v_log, LOWEST)[:, :, None]
+    if CAUSAL:
+        here = at[:, None] + t[None, :] + offset
+        if RAW:
+            here = gl.where(at[:, None] < 0, t[None, :], here)  # sinks are the first rows
+        seen = (here[:, :, None] <= position[None, None, :]) & (here[:, :, None] > position[None, None, :] - window)
+        s = gl.where(seen, s, LOWEST)
+    peak = gl.maximum(m, gl.max(s, 1))
+    shrink = gl.exp2(m - peak)
+    p = gl.exp2(s - peak[:, None, :])
+    l = l * shrink[:, None, :] + (p if VC == "raw" else p * gl.exp2(-v_log)[:, :, None])
+    acc = acc * shrink[:, None, :]
+    probabilities = p_operand(p.to(DTYPE if VC == "raw" else UNPACKED), b_layout, W, MT, NP)
+    acc = mma(v_operand(v, signs, v_table, a_layout, VC, D, W, MT, HARDWARE), probabilities, acc)
+    return peak, l, acc
 
 
 @jit
 def _stream(
-    Q, K, V, KS, VS, TABLE, SINK, PO, PM, PL,
-    row, slot, seq, h, col0, columns, begin, end, sinks, tail, offset, length, scale, STRIDE, window,
+    Q, K, V, KS, VS, TABLE, RANGES, SINK, SIGNS, PO, PM, PL,
+    row, slot, seq, h, col0, columns, begin, end, sinks, slots, offset, length, scale, STRIDE, window,
     k_table, v_table,
     RAW: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, HKV: tl.constexpr,
-    GROUP: tl.constexpr, NP: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, CAUSAL: tl.constexpr, HARDWARE: tl.constexpr,
+    GROUP: tl.constexpr, NP: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, UNDO: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax (arXiv 2205.14135) of one program over steps begin .. end of its part; writes a partial result."""
+    """Online softmax (arXiv 2205.14135) of one program over steps begin .. end of its part; writes a partial result.
+
+    With STAGES 0 the next tile is loaded to registers, each part after the last use of its predecessor. Else copies
+    of the next STAGES - 1 tiles to shared memory run meanwhile; a lane copies what it will read itself.
+    """
     T: gl.constexpr = 16 * MT
     DP: gl.constexpr = padded(D)
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, acc_layout, 2)
-    rows_layout: gl.constexpr = gl.SliceLayout(2, acc_layout)
+    out_layout: gl.constexpr = gl.SliceLayout(0, acc_layout)
     cols_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    rows_layout: gl.constexpr = gl.SliceLayout(2, acc_layout)
     warp_rows: gl.constexpr = gl.SliceLayout(1, rows_layout)
-    q = _load_q(Q, row, columns, col0, b_layout, KC, D, W, NP)
+    DTYPE: gl.constexpr = V.dtype.element_ty
+    at = _first_slot(begin, RAW, W, T, warp_rows)
+    page = _page(at, TABLE, SINK, seq, slots, STRIDE, RAW)
+    first, last = _live(at, RANGES, seq, sinks, slots, STRIDE, RAW)
+    k_table, v_table = hold(k_table), hold(v_table)
     m = gl.full([W, NP], LOWEST, gl.float32, cols_layout)
     l = gl.zeros([W, T, NP], gl.float32, acc_layout)
     acc = gl.zeros([W, DP, NP], gl.float32, acc_layout)
-    unit = gl.full([W], 1.0, gl.float32, warp_rows)
+    d = gl.arange(0, DP, gl.SliceLayout(1, out_layout))
+    words = gl.load(SIGNS + d % 8) if UNDO else d
     t = gl.arange(0, T, gl.SliceLayout(0, rows_layout))
     col = gl.arange(0, NP, gl.SliceLayout(0, cols_layout)) + col0
     position = length - columns // GROUP + col // GROUP
-    page, token, rows, first = _tile_address(begin, RAW, TABLE, SINK, h, seq, sinks, tail, HKV, STRIDE, W, T, warp_rows)
-    k, v, signs, ks, vs = _load_tile(K, V, KS, VS, page, token, rows, KC, VC, D, W, MT)
-    for i in range(loop_bound(begin), loop_bound(end)):
-        k_now, v_now, signs_now, ks_now, vs_now, rows_now, first_now = k, v, signs, ks, vs, rows, first
-        following = gl.minimum(i + 1, end - 1)
-        page, token, rows, first = _tile_address(
-            following, RAW, TABLE, SINK, h, seq, sinks, tail, HKV, STRIDE, W, T, warp_rows
+    if STAGES > 0:
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        VX: gl.constexpr = v_shape(VC, D, MT)[0]
+        VE: gl.constexpr = v_shape(VC, D, MT)[1]
+        k_ring = gl.allocate_shared_memory(
+            K.dtype.element_ty, [STAGES, W, T, DP // values_per_element(KC)], k_shared(KC, D)
         )
-        k, v, signs, ks, vs = _load_tile(K, V, KS, VS, page, token, rows, KC, VC, D, W, MT)
-
-        s = mma(
-            k_operand(k_now, k_table, a_layout, KC, D, W, MT, HARDWARE), q, gl.zeros([W, T, NP], gl.float32, acc_layout)
-        )
-        if KC == "raw":
-            s = s * scale
-        else:
-            s = s * (scale_rows(ks_now, rows_layout, W, MT) * scale)[:, :, None]
-        valid = t[None, :] < rows_now[:, None]
-        if not RAW:
-            valid = valid & (first_now[:, None] + t[None, :] >= sinks)
-        if CAUSAL:
-            at = first_now[:, None] + t[None, :]
-            if RAW:
-                # The tail begins behind the folded pages; the sink tile (the first of the part) begins at 0.
-                is_sink = (i * W + gl.arange(0, W, warp_rows)) == 0
-                at = at + gl.where(is_sink, 0, offset)[:, None]
-            seen = (at[:, :, None] <= position[None, None, :]) & (at[:, :, None] > position[None, None, :] - window)
-            s = gl.where(valid[:, :, None] & seen, s, LOWEST)
-        else:
-            s = gl.where(valid[:, :, None], s, LOWEST)
-        peak = gl.maximum(m, gl.max(s, 1))
-        shrink = gl.exp2(m - peak)
-        p = gl.exp2(s - peak[:, None, :])
-        if CAUSAL:
-            p = gl.where(s > LOWEST, p, 0.0)
-        m = peak
-        l = l * shrink[:, None, :] + p
+        v_ring = gl.allocate_shared_memory(V.dtype.element_ty, [STAGES, W, VX, VE], v_shared(VC))
+        ks_ring, vs_ring, sign_ring = k_ring, v_ring, v_ring  # stand in where a codec has none
+        if KC != "raw":
+            ks_ring = gl.allocate_shared_memory(KS.dtype.element_ty, [STAGES, W, 8, 2 * MT], plain)
         if VC != "raw":
-            # Probabilities times V scales stay in fp16's range: the accumulator's unit follows the tile's largest scale.
-            scales = scale_rows(vs_now, rows_layout, W, MT)
-            new_unit = _power_of_two_below(gl.maximum(gl.max(scales, 1), SMALLEST_SCALE))
-            p = p * (scales * new_unit[:, None])[:, :, None]
-            ratio = gl.convert_layout(new_unit / unit, gl.SliceLayout(1, cols_layout), assert_trivial=True)
-            shrink = shrink * ratio[:, None]
-            unit = new_unit
-        acc = acc * shrink[:, None, :]
-        probabilities = p_operand(p.to(v_now.dtype if VC == "raw" else UNPACKED), b_layout, W, MT, NP)
-        acc = mma(v_operand(v_now, signs_now, v_table, a_layout, VC, D, W, MT, HARDWARE), probabilities, acc)
+            vs_ring = gl.allocate_shared_memory(VS.dtype.element_ty, [STAGES, W, 8, 2 * MT], plain)
+        if VC == "turbo3":
+            sign_ring = gl.allocate_shared_memory(V.dtype.element_ty, [STAGES, W, VX, VE], plain)
+        for j in tl.static_range(STAGES - 1):
+            if begin + j < end:
+                near = _first_slot(begin + j, RAW, W, T, warp_rows)
+                page = _page(near, TABLE, SINK, seq, slots, STRIDE, RAW)
+                low, high = _live(near, RANGES, seq, sinks, slots, STRIDE, RAW)
+                _keys(k_ring.index(j), ks_ring.index(j), K, KS, page, near, low, high, h, HKV, KC, D, W, MT, True)
+                _values(
+                    v_ring.index(j), sign_ring.index(j), vs_ring.index(j), V, VS, page, near, low, high, h,
+                    HKV, VC, D, W, MT, True,
+                )  # fmt: skip
+            commit()
+        q = _load_q(Q, row, columns, col0, b_layout, KC, D, W, NP)
+        # Table entries are read a step before they are used.
+        ahead = _first_slot(begin + STAGES - 1, RAW, W, T, warp_rows)
+        page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
+        low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
+        for i in range(loop_bound(begin), loop_bound(end)):
+            wait(STAGES - 2)
+            now = (i - begin) % STAGES
+            free = (i - begin + STAGES - 1) % STAGES
+            if i + STAGES - 1 < end:
+                _keys(
+                    k_ring.index(free), ks_ring.index(free), K, KS, page, ahead, low, high, h, HKV, KC, D, W, MT, True
+                )
+                _values(
+                    v_ring.index(free), sign_ring.index(free), vs_ring.index(free), V, VS, page, ahead, low, high, h,
+                    HKV, VC, D, W, MT, True,
+                )  # fmt: skip
+            commit()
+            ahead = _first_slot(i + STAGES, RAW, W, T, warp_rows)
+            page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
+            low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
+            k = k_ring.index(now).load(k_layout(KC, D, W, MT))
+            s = mma(
+                k_operand(k, k_table, a_layout, KC, D, W, MT, HARDWARE), q, gl.zeros([W, T, NP], gl.float32, acc_layout)
+            )
+            v = v_ring.index(now).load(v_layout(VC, D, W, MT))
+            signs = sign_ring.index(now).load(v_layout(VC, D, W, MT)) if VC == "turbo3" else at
+            ks = ks_ring.index(now).load(scale_layout(W, MT)) if KC != "raw" else at
+            vs = vs_ring.index(now).load(scale_layout(W, MT)) if VC != "raw" else at
+            m, l, acc = _update(
+                s, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
+                RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE,
+            )  # fmt: skip
+            at = _first_slot(i + 1, RAW, W, T, warp_rows)
+            first, last = _live(at, RANGES, seq, sinks, slots, STRIDE, RAW)
+    else:
+        q = _load_q(Q, row, columns, col0, b_layout, KC, D, W, NP)
+        k, ks = _keys(K, K, K, KS, page, at, first, last, h, HKV, KC, D, W, MT, False)
+        v, signs, vs = _values(V, V, V, V, VS, page, at, first, last, h, HKV, VC, D, W, MT, False)
+        # Pages are looked up a step before the loads that need them.
+        ahead = _first_slot(gl.minimum(begin + 1, end - 1), RAW, W, T, warp_rows)
+        page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
+        low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
+        for i in range(loop_bound(begin), loop_bound(end)):
+            s = mma(
+                k_operand(k, k_table, a_layout, KC, D, W, MT, HARDWARE), q, gl.zeros([W, T, NP], gl.float32, acc_layout)
+            )
+            k, next_ks = _keys(K, K, K, KS, page, ahead, low, high, h, HKV, KC, D, W, MT, False)
+            m, l, acc = _update(
+                s, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
+                RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE,
+            )  # fmt: skip
+            v, signs, vs = _values(V, V, V, V, VS, page, ahead, low, high, h, HKV, VC, D, W, MT, False)
+            ks, at, first, last = next_ks, ahead, low, high
+            ahead = _first_slot(gl.minimum(i + 2, end - 1), RAW, W, T, warp_rows)
+            page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
+            low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
 
     top = gl.max(m, 0)
     weight = gl.exp2(m - top[None, :])
     total = gl.sum(gl.sum(l, 1) * weight, 0)
-    out = gl.sum(acc * (1.0 / unit)[:, None, None] * weight[:, None, :], 0)
-    out_layout: gl.constexpr = gl.SliceLayout(0, acc_layout)
-    d = v_dimension(gl.arange(0, DP, gl.SliceLayout(1, out_layout)), VC)
+    if UNDO:
+        out = gl.sum(acc * (weight * D**-0.5)[:, None, :], 0)
+        out = undo_rotation(out, words, d, out_layout)
+    else:
+        out = gl.sum(acc * weight[:, None, :], 0)
+    d = v_dimension(d, VC)
     n = gl.arange(0, NP, gl.SliceLayout(0, out_layout))
-    gl.store(PO + ((slot * NP + n) * D)[None, :] + d[:, None], out, mask=(d < D)[:, None] & (n >= 0)[None, :])
+    stored = (d < D)[:, None] & (n + col0 < columns)[None, :]
+    gl.store(PO + ((slot * NP + n) * D)[None, :] + d[:, None], out, mask=stored)
     nc = gl.arange(0, NP, gl.SliceLayout(0, cols_layout))
     gl.store(PM + slot * NP + nc, top)
     gl.store(PL + slot * NP + nc, total)
@@ -209,20 +312,26 @@ def _stream(
 
 @jit
 def attend_splits(
-    Q, Q_RAW, K, V, KS, VS, RAW_K, RAW_V, TABLE, RAW_TABLE, SINK, SINKS, FOLDED, LENGTH, PO, PM, PL,
+    Q, Q_RAW, K, V, KS, VS, RAW_K, RAW_V, TABLE, RAW_TABLE, RANGES, RAW_RANGES, SINK, SINKS, FOLDED, LENGTH, SIGNS,
+    PO, PM, PL,
     scale, STRIDE, RAW_STRIDE, window, k_table, v_table,
     KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr,
     COLUMNS: tl.constexpr, NP: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RAW_MT: tl.constexpr,
-    RAW_SPLITS: tl.constexpr, CAUSAL: tl.constexpr, HARDWARE: tl.constexpr,
+    RAW_SPLITS: tl.constexpr, CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, UNDO: tl.constexpr,
+    STAGES: tl.constexpr, RAW_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Partial results of every split.
 
     Grid (sequences · HKV · column blocks, splits). Q [rows, COLUMNS, D] rotated for turbo K (Q_RAW: not rotated), a row
     a (sequence, KV head), a column (query row, head of the group). Pages as in docs/cuda.md; TABLE, RAW_TABLE int32
-    [sequences, *STRIDE] of page numbers; SINK int32 the raw page of the sinks; SINKS, FOLDED, LENGTH int32 per sequence:
-    raw sinks, folded rows, all rows. PO float32 [row · block, splits, NP, D], PM, PL [row · block, splits, NP].
-    ``scale`` is the softmax scale times log2(e).
+    [sequences, *STRIDE] of page numbers, RANGES, RAW_RANGES of their live rows (first | end << 16); SINK int32 the raw
+    page of the sinks; SINKS, FOLDED, LENGTH int32 per sequence: raw sinks, folded slots, all slots. With UNDO a split's
+    sum leaves V's rotated basis here (SIGNS: `hadamard.packed_signs`). PO float32 [row · block, splits, NP, D], PM, PL
+    [row · block, splits, NP]. ``scale`` is the softmax scale times log2(e).
     """
+    if OVERLAP:
+        wait_for_previous()
+        let_next_start()
     BLOCKS: gl.constexpr = (COLUMNS + NP - 1) // NP
     row = gl.program_id(0) // BLOCKS
     col0 = (gl.program_id(0) % BLOCKS) * NP
@@ -233,71 +342,93 @@ def attend_splits(
     slot = gl.program_id(0).to(gl.int64) * splits + split
     sinks, folded, length = gl.load(SINKS + seq), gl.load(FOLDED + seq), gl.load(LENGTH + seq)
     if split < RAW_SPLITS:
-        steps = (length - folded + W * 16 * RAW_MT - 1) // (W * 16 * RAW_MT) + 1
-        if W > 1:
-            steps = ((length - folded + 16 * RAW_MT - 1) // (16 * RAW_MT) + W) // W
+        steps = ((length - folded + 16 * RAW_MT - 1) // (16 * RAW_MT) + W) // W  # one tile more, for the sinks
         begin, end = steps * split // RAW_SPLITS, steps * (split + 1) // RAW_SPLITS
         _stream(
-            Q_RAW, RAW_K, RAW_V, KS, VS, RAW_TABLE, SINK, PO, PM, PL,
-            row, slot, seq, h, col0, COLUMNS, begin, end, sinks, length - folded, folded, length, scale, RAW_STRIDE, window,
-            k_table, v_table,
-            True, "raw", "raw", D, HKV, GROUP, NP, W, RAW_MT, CAUSAL, HARDWARE,
+            Q_RAW, RAW_K, RAW_V, KS, VS, RAW_TABLE, RAW_RANGES, SINK, SIGNS, PO, PM, PL,
+            row, slot, seq, h, col0, COLUMNS, begin, end, sinks, length - folded, folded, length, scale, RAW_STRIDE,
+            window, k_table, v_table,
+            True, "raw", "raw", D, HKV, GROUP, NP, W, RAW_MT, RAW_STAGES, CAUSAL, HARDWARE, False,
         )  # fmt: skip
     else:
         steps = (folded + W * 16 * MT - 1) // (W * 16 * MT)
         begin = steps * (split - RAW_SPLITS) // (splits - RAW_SPLITS)
         end = steps * (split - RAW_SPLITS + 1) // (splits - RAW_SPLITS)
         _stream(
-            Q, K, V, KS, VS, TABLE, SINK, PO, PM, PL,
-            row, slot, seq, h, col0, COLUMNS, begin, end, sinks, folded, folded, length, scale, STRIDE, window,
+            Q, K, V, KS, VS, TABLE, RANGES, SINK, SIGNS, PO, PM, PL,
+            row, slot, seq, h, col0, COLUMNS, begin, end, sinks, folded, 0, length, scale, STRIDE, window,
             k_table, v_table,
-            False, KC, VC, D, HKV, GROUP, NP, W, MT, CAUSAL, HARDWARE,
+            False, KC, VC, D, HKV, GROUP, NP, W, MT, STAGES, CAUSAL, HARDWARE, UNDO,
         )  # fmt: skip
 
 
 @triton.jit
 def combine_splits(
-    PO, PM, PL, OUTER, INNER, SIGNS, OUT,
-    splits: tl.constexpr, COLUMNS: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    RAW_SPLITS: tl.constexpr, ROTATED: tl.constexpr, DO: tl.constexpr, DI: tl.constexpr, DIP: tl.constexpr,
-    SB: tl.constexpr,
+    PO, PM, PL, UNDO, OUT, splits,
+    COLUMNS: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RAW_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, RAW: tl.constexpr, TOGETHER: tl.constexpr, SLICE: tl.constexpr, TERMS: tl.constexpr,
+    NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one (sequence, KV head, column) by log-sum-exp; OUT [rows, COLUMNS, D] in its own dtype.
+    """Merge the splits by log-sum-exp; OUT [rows, COLUMNS, D] in its own dtype. A sequence without rows gives zeros.
 
-    Folded splits are summed in V's rotated basis first, and R_Vᵀ is applied to that sum once. R_V = (OUTER ⊗ INNER)·diag(SIGNS)
-    with OUTER [DO, DO] and INNER [DI, DI] float32, so the product is two small ones. A sequence without rows gives zeros.
+    Grid (rows · COLUMNS / TOGETHER, D / SLICE): a program writes SLICE dimensions of TOGETHER columns of a row. Where the
+    folded splits are still in V's rotated basis (TERMS > 0: D is no power of two), they are summed first, and R_Vᵀ is
+    applied to that sum once: a product on tensor cores with UNDO bf16 [TERMS, D, D] (`attend.VRotation`), the float32
+    sum as three bf16 numbers.
+    SPLITS and RAW are powers of two that hold all the splits and the raw ones.
     """
-    row, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
+    groups: tl.constexpr = COLUMNS // TOGETHER
+    row = tl.program_id(0) // groups
+    column = tl.program_id(0) % groups * TOGETHER + tl.arange(0, TOGETHER)
+    j = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    if TERMS == 1:
+        matrix = _undo_term(UNDO, 0, j, D, DP)  # a constant: its latency passes while the splits still run
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     blocks: tl.constexpr = (COLUMNS + NP - 1) // NP
-    base = (row * blocks + column // NP).to(tl.int64) * splits
-    n = column % NP
-    d = tl.arange(0, DP)
-    # Rotated vectors stand as [DO, DIP], so that they can be multiplied from both sides.
-    place = d // DIP * DI + d % DIP if ROTATED else d
-    stored = (d % DIP < DI) & (d // DIP < DO) if ROTATED else d < D
-    s = tl.arange(0, SB)
-    live = s < splits
+    s = tl.arange(0, SPLITS)
+    at = ((row * blocks + column // NP).to(tl.int64)[None, :] * splits + s[:, None]) * NP + (column % NP)[None, :]
+    live = (s < splits)[:, None] & (column < COLUMNS)[None, :]
+    d = tl.arange(0, DP) if TERMS > 0 else j
+    first = RAW_SPLITS if TERMS > 0 else 0
+    merged = live & (s >= first)[:, None]
     # All loads come first: the launch is short, and each wait for memory in a row would show.
-    o = tl.load(
-        PO + ((base + s) * NP + n)[:, None] * D + place[None, :], mask=live[:, None] & stored[None, :], other=0.0
-    )
-    m = tl.load(PM + (base + s) * NP + n, mask=live, other=-1e30)
-    sums = tl.load(PL + (base + s) * NP + n, mask=live, other=0.0)
-    if ROTATED:
-        a, b = tl.arange(0, DO), tl.arange(0, DIP)
-        inner = tl.load(INNER + b[:, None] * DI + b[None, :], mask=(b[:, None] < DI) & (b[None, :] < DI), other=0.0)
-        outer = tl.load(OUTER + a[:, None] * DO + a[None, :])
-        signs = tl.load(SIGNS + place, mask=stored, other=0.0)
-    weight = tl.where(m > -1e30, tl.exp2(m - tl.max(m, 0)), 0.0)
+    m = tl.load(PM + at, mask=live, other=-1e30)
+    sums = tl.load(PL + at, mask=live, other=0.0)
+    o = tl.load(PO + at[:, :, None] * D + d[None, None, :], mask=merged[:, :, None] & (d < D)[None, None, :], other=0.0)
+    weight = tl.where(m > -1e30, tl.exp2(m - tl.max(m, 0)[None, :]), 0.0)
     total = tl.sum(weight * sums, 0)
-    if ROTATED:
-        raw = tl.sum(o * tl.where(s < RAW_SPLITS, weight, 0.0)[:, None], 0)
-        x = tl.reshape(tl.sum(o * tl.where(s < RAW_SPLITS, 0.0, weight)[:, None], 0), [DO, DIP])
-        x = tl.sum(x[:, :, None] * inner[None, :, :], 1)
-        x = tl.sum(outer[:, :, None] * x[:, None, :], 0)
-        out = tl.reshape(x, [DP]) * signs + raw
-    else:
-        out = tl.sum(o * weight[:, None], 0)
-    out = out / tl.where(total > 0, total, 1.0)
-    at = OUT + (row * COLUMNS + column).to(tl.int64) * D + place
-    tl.store(at, out.to(OUT.dtype.element_ty), mask=stored)
+    total = tl.where(total > 0, total, 1.0)
+    out = tl.sum(o * weight[:, :, None], 0)
+    if TERMS > 0:
+        r = tl.arange(0, RAW)
+        raw_at = ((row * blocks + column // NP).to(tl.int64)[None, :] * splits + r[:, None]) * NP + (column % NP)[
+            None, :
+        ]
+        raw_live = (r < RAW_SPLITS)[:, None] & (column < COLUMNS)[None, :]
+        raw_m = tl.load(PM + raw_at, mask=raw_live, other=-1e30)
+        raw_o = tl.load(
+            PO + raw_at[:, :, None] * D + j[None, None, :],
+            mask=raw_live[:, :, None] & (j < D)[None, None, :],
+            other=0.0,
+        )
+        raw_weight = tl.where(raw_m > -1e30, tl.exp2(raw_m - tl.max(m, 0)[None, :]), 0.0)
+        raw = tl.sum(raw_o * raw_weight[:, :, None], 0)
+        # Tensor cores take 16 rows: the columns, repeated.
+        repeats: tl.constexpr = 16 // TOGETHER
+        x = tl.reshape(tl.broadcast_to(out[None, :, :], [repeats, TOGETHER, DP]), [16, DP])
+        y = tl.zeros([16, SLICE], tl.float32)
+        for term in tl.static_range(TERMS):
+            if TERMS > 1:
+                matrix = _undo_term(UNDO, term, j, D, DP)
+            y = exact_product(x, matrix, y)
+        out = tl.sum(tl.reshape(y, [repeats, TOGETHER, SLICE]), 0) * (NORM / repeats) + raw
+    out = out / total[:, None]
+    to = OUT + (row * COLUMNS + column).to(tl.int64)[:, None] * D + j[None, :]
+    tl.store(to, out.to(OUT.dtype.element_ty), mask=(column < COLUMNS)[:, None] & (j < D)[None, :])
+
+
+@triton.jit
+def _undo_term(UNDO, term, j, D: tl.constexpr, DP: tl.constexpr):
+    i = tl.arange(0, DP)
+    return tl.load(UNDO + (term * D + i[:, None]) * D + j[None, :], mask=(i < D)[:, None] & (j < D)[None, :], other=0.0)

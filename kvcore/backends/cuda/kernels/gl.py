@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gluon_language
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
@@ -45,18 +45,44 @@ class _Interpreted:
         return value
 
     @staticmethod
+    def allocate_shared_memory(dtype: Any, shape: Any, layout: Any = None) -> _Ring:
+        return _Ring(int(shape[0]))
+
+    @staticmethod
     def _no_layout(*_: Any) -> None:
         return None
 
     SliceLayout = NVMMADistributedLayout = DotOperandLayout = DistributedLinearLayout = _no_layout
+    SwizzledSharedLayout = _no_layout
+
+
+class _Slot:
+    """One tile of shared memory; unwritten it holds nothing."""
+
+    tile: Any = None
+
+    def load(self, layout: Any = None) -> Any:
+        return self.tile
+
+
+class _Ring:
+    def __init__(self, slots: int) -> None:
+        self._slots = [_Slot() for _ in range(slots)]
+
+    def index(self, slot: Any) -> _Slot:
+        return self._slots[_interpreted_int(slot)]
+
+
+def _interpreted_copy(slot: _Slot, pointers: Any, mask: Any = None) -> None:
+    slot.tile = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
 
 
 def _interpreted_mma(a: Any, b: Any, acc: Any) -> Any:
     return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
 
 
-def _interpreted_bound(x: Any) -> int:
-    return int(x.handle.data.reshape(-1)[0])
+def _interpreted_int(x: Any) -> int:
+    return x if isinstance(x, int) else int(x.handle.data.reshape(-1)[0])
 
 
 @gluon.jit
@@ -64,15 +90,41 @@ def _bound(x):
     return x
 
 
+@gluon.jit
+def _wait_for_previous():
+    tl.extra.cuda.gdc_wait()
+
+
+@gluon.jit
+def _let_next_start():
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
 gl: Any
 jit: Any
 mma: Any
 # A loop bound that is a scalar on the device: the interpreter's own conversion fails with NumPy 2.4 and newer.
 loop_bound: Any
+# Programmatic dependent launch (sm_90 and newer): a kernel starts while the one before it ends, and waits for its data.
+wait_for_previous: Any
+let_next_start: Any
+# Copies from global to shared memory that run beside the program: `copy` a tile, `commit` a group, `wait` until only
+# the newest n groups are under way. What a mask leaves out becomes zero.
+copy: Any
+commit: Any
+wait: Any
 if INTERPRET.value:
-    gl, jit, mma, loop_bound = _Interpreted(), triton.jit, _interpreted_mma, _interpreted_bound
+    gl, jit, mma, loop_bound = _Interpreted(), triton.jit, _interpreted_mma, _interpreted_int
+    wait_for_previous = let_next_start = commit = wait = _nothing
+    copy = _interpreted_copy
 else:
     gl, jit, mma, loop_bound = gluon_language, gluon.jit, mma_v2, _bound
+    wait_for_previous, let_next_start = _wait_for_previous, _let_next_start
+    copy, commit, wait = async_copy.async_copy_global_to_shared, async_copy.commit_group, async_copy.wait_group
 
 
 def constexpr_function(fn: Any) -> Any:

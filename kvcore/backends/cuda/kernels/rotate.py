@@ -24,14 +24,19 @@ def rotation_matrices(layers: int, part: str, head_dim: int, dtype: torch.dtype,
     layers count from the model's first.
     """
     term_dtype = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    count = matrix_terms(head_dim, dtype)
     matrix = torch.from_numpy(hadamard_dct(head_dim) * np.float32(head_dim**0.5)).to(device)
     signs = np.stack([rotation_signs(layer, part, head_dim) for layer in range(layers)])
-    rest = torch.from_numpy(signs).to(device)[:, :, None] * matrix.T
-    terms = []
-    for _ in range(matrix_terms(head_dim, dtype)):
-        terms.append(rest.to(term_dtype))
+    return sum_of_terms(torch.from_numpy(signs).to(device)[:, :, None] * matrix.T, term_dtype, count)
+
+
+def sum_of_terms(matrices: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+    """float32 [..., D, D] as a sum of ``count`` 16-bit terms: [..., count, D, D]."""
+    terms, rest = [], matrices
+    for _ in range(count):
+        terms.append(rest.to(dtype))
         rest = rest - terms[-1].float()
-    return torch.stack(terms, 1).contiguous()
+    return torch.stack(terms, -3).contiguous()
 
 
 def matrix_terms(head_dim: int, dtype: torch.dtype) -> int:
@@ -52,14 +57,21 @@ def rotate(x, y, MATRIX, column, first: tl.constexpr, last: tl.constexpr, D: tl.
     inside = (d < last)[:, None] & (j < D)[None, :]
     for term in tl.static_range(TERMS):
         matrix = tl.load(MATRIX + (term * D + d[:, None]) * D + j[None, :], mask=inside, other=0.0)
-        if x.dtype == tl.float32:
-            rest = x
-            for _ in tl.static_range(3):
-                piece = rest.to(tl.bfloat16)
-                y = _product(piece, matrix, y)
-                rest -= piece.to(tl.float32)
-        else:
-            y = _product(x, matrix, y)
+        y = exact_product(x, matrix, y)
+    return y
+
+
+@triton.jit
+def exact_product(x, matrix, y):
+    """y + x @ matrix for a 16-bit matrix; float32 rows x are taken as a sum of three bf16 numbers."""
+    if x.dtype == tl.float32:
+        rest = x
+        for _ in tl.static_range(3):
+            piece = rest.to(tl.bfloat16)
+            y = _product(piece, matrix, y)
+            rest -= piece.to(tl.float32)
+    else:
+        y = _product(x, matrix, y)
     return y
 
 

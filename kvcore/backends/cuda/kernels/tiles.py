@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from kvcore.backends.cuda.kernels.fragments import transpose_blocks, unpack_int8, unpack_turbo3, unpack_turbo4
-from kvcore.backends.cuda.kernels.gl import constexpr_function, gl, jit
+from kvcore.backends.cuda.kernels.gl import constexpr_function, copy, gl, jit
 
 PAGE = tl.constexpr(128)
 
@@ -30,6 +30,22 @@ def log2(n):
 def padded(head_dim):
     """The power of two that register tiles round the head dimension up to."""
     return 1 << (head_dim - 1).bit_length()
+
+
+@jit
+def _get(SLOT, at, mask, MASKED: tl.constexpr, RING: tl.constexpr):
+    """What stands at ``at``: loaded, or with RING copied to a slot of shared memory, from which `ring.load` reads it."""
+    x = at
+    if RING:
+        if MASKED:
+            copy(SLOT, at, mask=mask)
+        else:
+            copy(SLOT, at)
+    elif MASKED:
+        x = gl.load(at, mask=mask, other=0)
+    else:
+        x = gl.load(at)
+    return x
 
 
 @constexpr_function
@@ -64,26 +80,36 @@ def k_dimension(k, CODEC: tl.constexpr, D: tl.constexpr):
     return half + 2 * value + 2 * NV * (low + LO * (lane + 4 * high))
 
 
+@constexpr_function
+def k_shared(codec, head_dim):
+    """Rows as they are; where two of them would meet in one bank, odd ones have their 64-byte groups swapped."""
+    side = 8 * k_side(codec, head_dim)
+    groups = padded(head_dim) // values_per_element(codec) // side
+    return gl.SwizzledSharedLayout(side, 1, min(groups, 2), [2, 1, 0])
+
+
 @jit
-def load_k(K, row, limit, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):
-    """Rows row[w] .. row[w] + T of K [rows, elements]; raw rows at or beyond limit[w] of the tile are zeros."""
+def load_k(
+    SLOT, K, row, first, last,
+    CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Rows row[w] .. row[w] + T of K [rows, elements]; raw rows outside first[w] .. last[w] of the tile are zeros."""
     lay: gl.constexpr = k_layout(CODEC, D, W, MT)
     NV: gl.constexpr = values_per_element(CODEC)
     E: gl.constexpr = padded(D) // NV
     ROW: gl.constexpr = D // NV
-    first: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, lay))
-    base = gl.convert_layout(row, first)
+    warps: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, lay))
+    base = gl.convert_layout(row, warps)
     t = gl.arange(0, 16 * MT, gl.SliceLayout(0, gl.SliceLayout(2, lay)))
     e = gl.arange(0, E, gl.SliceLayout(0, gl.SliceLayout(1, lay)))
     at = K + (base * ROW)[:, None, None] + (t[None, :, None] * ROW + e[None, None, :])
     if CODEC == "raw":
-        bound = gl.convert_layout(limit, first)
-        k = gl.load(at, mask=(t[None, :] < bound[:, None])[:, :, None] & (e < ROW)[None, None, :], other=0.0)
-    elif E != ROW:
-        k = gl.load(at, mask=(base >= 0)[:, None, None] & (t >= 0)[None, :, None] & (e < ROW)[None, None, :], other=0)
+        low, high = gl.convert_layout(first, warps), gl.convert_layout(last, warps)
+        live = (t[None, :] >= low[:, None]) & (t[None, :] < high[:, None])
+        mask = live[:, :, None] & (e < ROW)[None, None, :]
     else:
-        k = gl.load(at)
-    return k
+        mask = (base >= 0)[:, None, None] & (t >= 0)[None, :, None] & (e < ROW)[None, None, :]
+    return _get(SLOT, at, mask, CODEC == "raw" or E != ROW, RING)
 
 
 @jit
@@ -156,18 +182,37 @@ def v_dimension(m, CODEC: tl.constexpr):
     return d
 
 
+@constexpr_function
+def v_shape(codec, head_dim, MT):
+    if codec == "raw":
+        return [16 * MT, padded(head_dim)]
+    return [MT * padded(head_dim) // 16 // mtiles_side(codec, head_dim) * 32, v_words(codec, head_dim)]
+
+
+@constexpr_function
+def v_shared(codec):
+    """A lane's words lie side by side; of raw rows, four pairs of tokens are read at a time, from different banks."""
+    if codec == "raw":
+        return gl.SwizzledSharedLayout(16, 2, 4, [2, 1, 0])
+    return gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+
+
 @jit
-def load_v(V, start, limit, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):
+def load_v(
+    SLOT, V, start, first, last,
+    CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
     """raw: rows start[w] .. + T of V [rows, D]. Others: MT tiles of words from word start[w]; for turbo3 the index words."""
     lay: gl.constexpr = v_layout(CODEC, D, W, MT)
-    first: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, lay))
-    base = gl.convert_layout(start, first)
+    warps: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, lay))
+    base = gl.convert_layout(start, warps)
     if CODEC == "raw":
         t = gl.arange(0, 16 * MT, gl.SliceLayout(0, gl.SliceLayout(2, lay)))
         e = gl.arange(0, padded(D), gl.SliceLayout(0, gl.SliceLayout(1, lay)))
-        bound = gl.convert_layout(limit, first)
+        low, high = gl.convert_layout(first, warps), gl.convert_layout(last, warps)
+        live = (t[None, :] >= low[:, None]) & (t[None, :] < high[:, None])
         at = V + (base * D)[:, None, None] + (t[None, :, None] * D + e[None, None, :])
-        v = gl.load(at, mask=(t[None, :] < bound[:, None])[:, :, None] & (e < D)[None, None, :], other=0.0)
+        v = _get(SLOT, at, live[:, :, None] & (e < D)[None, None, :], True, RING)
     else:
         SIDE: gl.constexpr = mtiles_side(CODEC, D)
         GROUPS: gl.constexpr = padded(D) // 16 // SIDE
@@ -185,16 +230,13 @@ def load_v(V, start, limit, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexp
             )
         else:
             at = V + base[:, None, None] + ((tile + inner * WORDS)[None, :, None] + e[None, None, :])
-        if GROUPS != STORED:
-            stored = (base >= 0)[:, None, None] & (inner < 32 * STORED)[None, :, None] & (e >= 0)[None, None, :]
-            v = gl.load(at, mask=stored, other=0)
-        else:
-            v = gl.load(at)
+        stored = (base >= 0)[:, None, None] & (inner < 32 * STORED)[None, :, None] & (e >= 0)[None, None, :]
+        v = _get(SLOT, at, stored, GROUPS != STORED, RING)
     return v
 
 
 @jit
-def load_signs(V, start, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):
+def load_signs(SLOT, V, start, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RING: tl.constexpr):
     """The sign words of turbo3, the same for both index words: [W, X, 2]."""
     lay: gl.constexpr = v_layout("turbo3", D, W, MT)
     GROUPS: gl.constexpr = padded(D) // 64
@@ -203,7 +245,7 @@ def load_signs(V, start, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):
     e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, lay)))
     inner = x % (32 * GROUPS)
     word = x // (32 * GROUPS) * v_tile("turbo3", D) + inner // 32 * 96 + inner % 32 + 64
-    return gl.load(V + base[:, None, None] + (word[None, :, None] + e[None, None, :] * 0))
+    return _get(SLOT, V + base[:, None, None] + (word[None, :, None] + e[None, None, :] * 0), 0, False, RING)
 
 
 @jit
@@ -245,13 +287,13 @@ def scale_layout(W, MT):
 
 
 @jit
-def load_scale(S, page, tile, W: tl.constexpr, MT: tl.constexpr):
+def load_scale(SLOT, S, page, tile, W: tl.constexpr, MT: tl.constexpr, RING: tl.constexpr):
     """Scales of T tokens, the tile[w]-th T of plane row page[w]: [W, 8 g, 2·MT]."""
     lay: gl.constexpr = scale_layout(W, MT)
     base = gl.convert_layout(page * PAGE + tile * (2 * MT), gl.SliceLayout(1, gl.SliceLayout(2, lay)))
     g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, lay)))
     r = gl.arange(0, 2 * MT, gl.SliceLayout(0, gl.SliceLayout(1, lay)))
-    return gl.load(S + base[:, None, None] + (g[None, :, None] * 16 + r[None, None, :]))
+    return _get(SLOT, S + base[:, None, None] + (g[None, :, None] * 16 + r[None, None, :]), 0, False, RING)
 
 
 @jit

@@ -1,0 +1,71 @@
+"""The device that torch computes on, and the backend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvcore.backends.cuda.capabilities import KERNELS
+from kvcore.backends.cuda.ops import TorchOps
+from kvcore.backends.load import Backend
+from kvcore.errors import BackendError, InputError
+from kvcore.layout import CacheShape
+
+
+def load(device: str | None = None) -> Backend:
+    versions = {"torch": torch.__version__}
+    if device == "cpu":
+        return Backend(
+            name="cuda",
+            ops=TorchOps("cpu"),
+            device="cpu",
+            arch="cpu",
+            versions=versions,
+            default_dtype="float32",
+            kernels=KERNELS,
+            notice="torch runs on the CPU, as --device cpu asks",
+            paged_storage=paged_storage_on("cpu"),
+        )
+    index = _gpu_index(device)
+    major, minor = torch.cuda.get_device_capability(index)
+    return Backend(
+        name="cuda",
+        ops=TorchOps(f"cuda:{index}"),
+        device=f"cuda:{index}",
+        arch=f"sm_{major}{minor}",
+        versions={**versions, "cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name(index)},
+        default_dtype=None,
+        kernels=KERNELS,
+        paged_storage=paged_storage_on(f"cuda:{index}"),
+    )
+
+
+def paged_storage_on(device: str) -> Callable[..., Any]:
+    """What makes paged storage there. Triton is imported only where it is asked for."""
+
+    def make(shape: CacheShape, **kernels: Any) -> Any:
+        from kvcore.backends.cuda.paged import PagedStorage
+
+        return PagedStorage(shape, device, **kernels)
+
+    return make
+
+
+def _gpu_index(device: str | None) -> int:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        why = "this torch is a CPU build" if torch.version.cuda is None else "torch finds no usable NVIDIA GPU"
+        raise BackendError(
+            f"backend cuda: {why}; use a machine with an NVIDIA GPU, its driver and a CUDA build of torch, "
+            "or --device cpu for torch on the CPU"
+        )
+    if device in (None, "cuda"):
+        return int(torch.cuda.current_device())
+    kind, _, index = str(device).partition(":")
+    if kind != "cuda" or not index.isdecimal():
+        raise InputError(f"--device {device}: backend cuda knows cuda, cuda:N and cpu")
+    if int(index) >= count:
+        raise InputError(f"--device {device}: this machine has {count} GPU(s), cuda:0 to cuda:{count - 1}")
+    return int(index)

@@ -1,0 +1,56 @@
+"""What a storage is: the rows of all layers, wherever and however they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvcore.layout import CacheStats, KVView, Layout
+from kvcore.ops import Array
+
+
+class CacheLayer(Protocol):
+    """One layer's rows, for a batch of equally long sequences."""
+
+    @property
+    def layout(self) -> Layout:
+        """How folded rows are stored."""
+
+    @property
+    def tokens(self) -> int:
+        """Live rows, those of a step under way included."""
+
+    def step(self, q: Array, k: Array, v: Array, scale: float, window: int | None = None) -> Array:
+        """Keep new rows raw, then attend: the layer's share of a step. Nothing folds before the storage's commit.
+
+        ``q`` [B, Hq, n, k_dim] and ``k`` [B, Hkv, n, k_dim] after RoPE, ``v`` [B, Hkv, n, v_dim]. The queries see all
+        live rows, causally among the new ones; with ``window`` a query sees its own and the ``window`` - 1 rows before
+        it. Returns [B, Hq, n, v_dim] in q's dtype. Raises InputError for other shapes.
+        """
+
+    def view(self) -> KVView:
+        """The live rows in canonical form, oldest first: for tests and for reading a cache, not for attention."""
+
+
+class Storage(Protocol):
+    """K and V of every layer. A step is `CacheLayer.step` for each layer, then `commit`."""
+
+    @property
+    def layers(self) -> Sequence[CacheLayer]: ...
+
+    def commit(self) -> None:
+        """Fold what is due in every layer."""
+
+    def hand_over(self) -> None:
+        """Fold from now on, and what is due at once. An error leaves everything as it was."""
+
+    def trim(self, count: int) -> None:
+        """Forget the newest ``count`` rows of every layer; nothing is unfolded. InputError where there are fewer."""
+
+    def shorten(self, tokens: int) -> None:
+        """Forget what any layer holds beyond ``tokens``."""
+
+    def stats(self) -> CacheStats: ...
+
+    def arrays(self) -> list[Array]:
+        """Every array that holds rows, for a backend that must be told to evaluate them."""

@@ -33,6 +33,7 @@ BACKENDS_WITH_EXTRA = ("cuda", "metal")
 TORCH = os.environ.get("KVCORE_TORCH") or "torch==2.13.0"
 # A CPU build of torch brings no Triton; its interpreter runs the CUDA kernels there.
 TRITON = "triton==3.6.0"
+TRITONS = ("3.6.0", "3.9.0")  # the oldest and the newest that kernels are compiled with
 TEST_TOOLS, TEST_PLUGINS = ("pytest", "hypothesis"), ("pytest-timeout", "pytest-xdist")
 WORKERS = "2"
 
@@ -159,6 +160,20 @@ def parity(session: nox.Session) -> None:
     run_tests(session, prepare_tests(session), "tests/parity")
 
 
+@nox.session(name="compile-cuda")
+@nox.parametrize("triton", TRITONS)
+def compile_cuda(session: nox.Session, triton: str) -> None:
+    """Every CUDA kernel compiled for sm_80, sm_89, sm_90 and sm_100, without a GPU."""
+    if sys.platform != "linux":
+        session.skip(f"Triton is on Linux only, this is {sys.platform}")
+    python = prepare_tests(session)
+    if session.virtualenv.is_sandboxed:
+        session.install("--no-deps", f"triton=={triton}")
+    elif importlib.metadata.version("triton") != triton:
+        session.skip(f"{sys.executable} has Triton {importlib.metadata.version('triton')}, not {triton}")
+    run_tests(session, python, "tests/cuda/test_compile.py")
+
+
 @nox.session(name="tests-metal")
 def tests_metal(session: nox.Session) -> None:
     """The metal backend on Metal: tests that take MLX in turn, and those marked metal."""
@@ -221,10 +236,12 @@ def bench_metal(session: nox.Session) -> None:
 
 @nox.session(name="bench-cuda", venv_backend="none")
 def bench_cuda(session: nox.Session) -> None:
-    """The fused attention kernels beside torch's, on an NVIDIA GPU, with the torch of the interpreter that runs nox."""
+    """The fused kernels on an NVIDIA GPU, with the torch of the interpreter that runs nox: attention beside torch,
+    then append and fold. Arguments go to the first."""
     require_cuda(session)
     python = prepare(session, extras=("cuda", "bench"))
     session.run(python, "-m", "kvcore", "bench", "attention", *session.posargs)
+    session.run(python, "-m", "kvcore", "bench", "cache")
 
 
 # The source and what is made from it

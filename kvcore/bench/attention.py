@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -22,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvcore.backends.cuda.attend import LaunchConfig, Pages, VRotation, attend_pages
 from kvcore.backends.cuda.native import PAGE, to_native
 from kvcore.backends.cuda.ops import TorchOps
+from kvcore.bench.timing import interleaved, timer
 from kvcore.errors import KvcoreError
 from kvcore.layout import Layout, Rotation
 from kvcore.modes import CODEC_FUNCTIONS, MODES
@@ -89,7 +89,7 @@ def run(
         with torch.no_grad():
             variants = list(_variants(shape, modes, getattr(torch, dtype), windows, buffers, config))
             progress(f"{shape}: timing {len(variants)} variants over {buffers} buffers")
-            times = _interleaved([variant.run for variant in variants], repeats)
+            times = interleaved([variant.run for variant in variants], repeats)
         base = median(next(t for v, t in zip(variants, times, strict=True) if v.kernel == "sdpa-cudnn"))
         rows += [
             _row(shape, variant, sample, buffers, base, ceiling, dtype)
@@ -292,36 +292,6 @@ def _error(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
     return worst
 
 
-def _interleaved(runs: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
-    """Milliseconds of each run's CUDA graph, the runs taking turns."""
-    graphs = [_capture(run) for run in runs]
-    times: list[list[float]] = [[] for _ in runs]
-    for repeat in range(repeats + 3):
-        for graph, sample in zip(graphs, times, strict=True):
-            with _timer(sample if repeat >= 3 else []):
-                graph.replay()
-    return times
-
-
-def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-@contextmanager
-def _timer(sample: list[float]) -> Iterator[None]:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    yield
-    stop.record()
-    torch.cuda.synchronize()
-    sample.append(start.elapsed_time(stop))
-
-
 @triton.jit
 def _read(x, out, n, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
@@ -336,7 +306,7 @@ def read_ceiling() -> float:
     out = torch.empty(2048, device="cuda")
     sample: list[float] = []
     for _ in range(8):
-        with _timer(sample):
+        with timer(sample):
             _read[(2048,)](x, out, x.numel(), BLOCK=4096, num_warps=8)
     return x.numel() * 4 / min(sample[2:]) / 1e9
 

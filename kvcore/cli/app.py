@@ -12,10 +12,13 @@ from kvcore.cli.options import (
     AttentionBenchOptions,
     BackendOptions,
     BenchOptions,
+    CacheBenchOptions,
     CommonOptions,
     ConvertOptions,
     DoctorOptions,
+    EvalOptions,
     GenerateBenchOptions,
+    LifeOptions,
     ModelOption,
     ModeOptions,
     PromptOption,
@@ -60,13 +63,14 @@ def generate(
     text: TextOptions,
     backend: BackendOptions,
     window: WindowOptions,
+    life: LifeOptions,
     common: CommonOptions,
 ) -> None:
     """Answer one prompt, streamed to stdout."""
     from kvcore.cli.generate import generate as run
     from kvcore.cli.session import Settings
 
-    run(prompt.prompt, Settings(model, mode, sampling, text, backend, window, common))
+    run(prompt.prompt, Settings(model, mode, sampling, text, backend, window, life, common))
 
 
 def chat(
@@ -76,6 +80,7 @@ def chat(
     text: TextOptions,
     backend: BackendOptions,
     window: WindowOptions,
+    life: LifeOptions,
     common: CommonOptions,
 ) -> None:
     """Talk with a model, keeping its cache.
@@ -85,7 +90,27 @@ def chat(
     from kvcore.cli.chat import chat as run
     from kvcore.cli.session import Settings
 
-    run(Settings(model, mode, sampling, text, backend, window, common))
+    run(Settings(model, mode, sampling, text, backend, window, life, common))
+
+
+def cache_prompt(
+    prompt: PromptOption,
+    model: ModelOption,
+    mode: ModeOptions,
+    text: TextOptions,
+    backend: BackendOptions,
+    window: WindowOptions,
+    life: LifeOptions,
+    common: CommonOptions,
+) -> None:
+    """Run a prompt once and keep its cache.
+
+    The file serves --prompt-cache of generate and chat, on any backend.
+    """
+    from kvcore.cli.cache_prompt import cache_prompt as run
+    from kvcore.cli.session import Settings
+
+    run(prompt.prompt, Settings(model, mode, SamplingOptions(), text, backend, window, life, common))
 
 
 def doctor(
@@ -150,10 +175,34 @@ def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common:
     run(bench, options, common)
 
 
-for command in (generate, chat, doctor, advise, convert):
-    add_command(app, command.__name__, command)
+def bench_cache(bench: BenchOptions, options: CacheBenchOptions, common: CommonOptions) -> None:
+    """Time the kernels that write the paged cache: append, and fold beside a plain copy.
+
+    Needs an NVIDIA GPU. Results are checked before they are timed.
+    """
+    from kvcore.cli.bench import bench_cache as run
+
+    run(bench, options, common)
+
+
+def eval_(
+    model: ModelOption, options: EvalOptions, backend: BackendOptions, window: WindowOptions, common: CommonOptions
+) -> None:
+    """Measure what each cache mode costs in fidelity.
+
+    KL to the raw model, top-1 agreement and perplexity on a text, as decode sees the cache. docs/fidelity.md says how.
+    """
+    from kvcore.cli.eval import evaluate
+
+    evaluate(model, options, backend, window, common)
+
+
+for command in (generate, chat, cache_prompt, doctor, advise, convert):
+    add_command(app, command.__name__.replace("_", "-"), command)
+add_command(app, "eval", eval_)
 
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True, rich_markup_mode=None)
 add_command(bench, "generate", bench_generate)
 add_command(bench, "attention", bench_attention)
+add_command(bench, "cache", bench_cache)
 app.add_typer(bench, name="bench")

@@ -1,4 +1,4 @@
-"""`kvcore bench generate` and `kvcore bench attention`."""
+"""`kvcore bench generate`, `attention` and `cache`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvcore.cli.options import (
     AttentionBenchOptions,
     BackendOptions,
     BenchOptions,
+    CacheBenchOptions,
     CommonOptions,
     GenerateBenchOptions,
     ModelOption,
@@ -70,8 +71,7 @@ def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common:
     _positive("--repeats", bench.repeats)
     heads = _numbers("--heads", options.heads, "/", 3)
     shapes = [_numbers("--shapes", shape, "x", 2) for shape in options.shapes.split(",")]
-    if options.bench_dtype not in ("float16", "bfloat16"):
-        raise InputError(f"--bench-dtype {options.bench_dtype}: choose float16 or bfloat16")
+    _sixteen_bits(options.bench_dtype)
     backend = load_backend("cuda")
 
     from kvcore.bench.attention import COLUMNS, Shape, plot, run
@@ -85,6 +85,23 @@ def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common:
     )
     environment = {**describe(backend), "warm-up": "three replays of each graph", "data": "normal, seed 0"}
     _publish("attention", environment, rows, COLUMNS, bench, common, plot)
+
+
+def bench_cache(bench: BenchOptions, options: CacheBenchOptions, common: CommonOptions) -> None:
+    """The kernels that write the paged cache, on an NVIDIA GPU."""
+    from kvcore.backends import load_backend
+
+    modes = _modes(bench.modes)
+    _positive("--repeats", bench.repeats)
+    batches = _numbers("--batches", options.batches)
+    _sixteen_bits(options.bench_dtype)
+    backend = load_backend("cuda")
+
+    from kvcore.bench.cache import COLUMNS, run
+
+    rows = run(modes, dtype=options.bench_dtype, batches=batches, repeats=max(bench.repeats, 11), progress=note)
+    environment = {**describe(backend), "warm-up": "three replays of each graph", "data": "normal, seed 0"}
+    _publish("cache", environment, rows, COLUMNS, bench, common)
 
 
 def _publish(
@@ -122,6 +139,11 @@ def _numbers(flag: str, words: str, separator: str = ",", count: int | None = No
         form = separator.join(["N"] * count) if count else "whole numbers from 1, comma-separated"
         raise InputError(f"{flag} {words}: must be {form}")
     return [int(part) for part in parts]
+
+
+def _sixteen_bits(dtype: str) -> None:
+    if dtype not in ("float16", "bfloat16"):
+        raise InputError(f"--bench-dtype {dtype}: choose float16 or bfloat16")
 
 
 def _positive(flag: str, number: int) -> None:

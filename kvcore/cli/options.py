@@ -74,6 +74,22 @@ class WindowOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LifeOptions:
+    """How long rows of the cache live."""
+
+    max_kv_size: Annotated[
+        int | None, flag("--max-kv-size", "Most tokens that the cache holds; without it, as many as come.", metavar="N")
+    ] = None
+    keep: Annotated[int, flag("--keep", "First tokens that stay when others are dropped.", metavar="S")] = 4
+    context_shift: Annotated[
+        str, flag("--context-shift", "on: drop the oldest tokens after --keep; off: end there.", metavar="on|off")
+    ] = "on"
+    prompt_cache: Annotated[
+        str | None, flag("--prompt-cache", "File with the cache of a prompt (kvcore cache-prompt).", metavar="FILE")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
     backend: Annotated[
         str, flag("--backend", "auto, reference (NumPy), metal (MLX) or cuda (torch).", metavar="NAME")
@@ -207,3 +223,56 @@ class AttentionBenchOptions:
     ] = "1x2048,1x8192,1x32768,1x131072,4x32768,16x8192,16x32768,64x8192"
     heads: Annotated[str, flag("--heads", "Query heads, KV heads and head size.", metavar="Q/KV/D")] = "32/8/128"
     bench_dtype: Annotated[str, flag("--bench-dtype", "float16 or bfloat16.", metavar="DTYPE")] = "float16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheBenchOptions:
+    batches: Annotated[str, flag("--batches", "Sequences of an append, comma-separated.", metavar="LIST")] = "1,16"
+    bench_dtype: Annotated[str, flag("--bench-dtype", "float16 or bfloat16.", metavar="DTYPE")] = "float16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    modes: Annotated[
+        str,
+        flag(
+            "--modes",
+            "Modes (or baselines, trials) to score, comma-separated; modes, baselines and trials name them all.",
+            metavar="LIST",
+        ),
+    ] = "modes"
+    text: Annotated[
+        str | None, flag("--text", "UTF-8 file to score; without it, the bundled sample.", metavar="FILE")
+    ] = None
+    context: Annotated[int, flag("--context", "Tokens of a window of text.")] = 1024
+    windows: Annotated[int, flag("--windows", "Windows of text, spread over it.")] = 6
+    starts: Annotated[
+        str | None, flag("--starts", "First tokens of the windows, comma-separated, instead.", metavar="LIST")
+    ] = None
+    keep_raw: Annotated[
+        str,
+        flag(
+            "--keep-raw",
+            "Rows that stay raw: own (the cache's policy), sliding (the same, by single rows), none; comma-separated.",
+            metavar="LIST",
+        ),
+    ] = "own"
+    path: Annotated[
+        str,
+        flag(
+            "--path",
+            "one-pass (a mask over both forms of a row), pages (the real cache, by pages) or decode (token by token).",
+            metavar="PATH",
+        ),
+    ] = "one-pass"
+    probes: Annotated[
+        str,
+        flag("--probes", "Also measure attention, greedy, retrieval; comma-separated.", metavar="LIST"),
+    ] = ""
+    out: Annotated[
+        str | None, flag("--out", "Folder for the Markdown, JSON lines, CSV and plot files.", metavar="DIR")
+    ] = None
+    state: Annotated[
+        str | None,
+        flag("--state", "File of finished rows to go on from; with --out one is kept until the end.", metavar="FILE"),
+    ] = None

@@ -66,13 +66,17 @@ class AffineWeight:
         """Bytes of the stored form: codes, scales and biases."""
         return self.codes.nbytes + self.scales.nbytes + self.biases.nbytes
 
+    def unpacked(self) -> npt.NDArray[np.uint8]:
+        """The codes [out, in], a byte each."""
+        return unpack(self.codes, self.bits)
+
     def rows(self, index: slice | npt.NDArray[np.integer]) -> AffineWeight:
         """The chosen rows, still packed: codes, scales and biases move together."""
         return AffineWeight(self.codes[index], self.scales[index], self.biases[index], self.bits, self.group_size)
 
     def dequantize(self) -> npt.NDArray[np.float32]:
         """float32 [out, in]. With 16-bit scales the products are exact, so only the sum rounds."""
-        return affine_value(unpack(self.codes, self.bits), self.scales, self.biases, self.group_size)
+        return affine_value(self.unpacked(), self.scales, self.biases, self.group_size)
 
 
 Weight = DenseWeight | AffineWeight

@@ -16,6 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+import kvcore.backends.cuda.affine
+import kvcore.backends.cuda.attend
+from kvcore.backends.cuda.affine import AffineTiles, linear_tiles
+from kvcore.backends.cuda.attend import Pages, VRotation, attend_pages, choose_config
 from kvcore.backends.cuda.kernels.append import append, rope_angles
 from kvcore.backends.cuda.kernels.fold import Fold
 from kvcore.backends.cuda.kernels.gather import Source, gather
@@ -23,6 +27,7 @@ from kvcore.backends.cuda.kernels.rotate import rotation_matrices
 from kvcore.layout import CODECS
 from kvcore.modes import MODES
 
+PROCESSORS = 132  # of an H200
 # Each codec on each side, each way to rotate (one term, two, three), each tile shape.
 FOLDS = [
     *((mode, 128, "float16") for mode in ("int8", "int8-turbo4", "turbo4", "turbo4-asym", "turbo3-asym", "fp16")),
@@ -51,6 +56,32 @@ GATHERS = [
     *(("int8", dim, "bfloat16", True) for dim in (80, 256)),
     ("turbo3-asym", 192, "bfloat16", True),
     *(("fp16", dim, dtype, False) for dim in (80, 128, 256) for dtype in ("bfloat16", "float32")),
+]
+# mode, head_dim, dtype of raw rows, group, query rows, (sequence, KV head) rows: each pair of codecs in each launch
+# shape that `choose_config` takes, then the other head sizes, ways to undo V's rotation and column counts.
+ATTENDS = [
+    *(
+        (mode, 128, "float16", 4, 1, rows)
+        for mode in ("fp16", "int8", "int8-turbo4", "turbo4", "turbo4-asym", "turbo3-asym")
+        for rows in (8, 128)
+    ),
+    *((mode, 128, "bfloat16", 4, 1, 8) for mode in ("fp16", "int8", "turbo4", "turbo3-asym")),
+    *(("turbo4", dim, "float16", 3, 1, 8) for dim in (64, 80, 96, 256)),
+    *(("int8-turbo4", dim, "bfloat16", 3, 1, 8) for dim in (64, 80, 96, 256)),
+    *(("turbo4-asym", dim, "bfloat16", 1, 1, 8) for dim in (80, 256)),
+    ("turbo3-asym", 256, "float16", 1, 1, 8),
+    ("fp16", 256, "bfloat16", 7, 1, 8),
+    ("turbo4", 128, "float16", 4, 4, 8),
+    ("int8", 128, "bfloat16", 16, 16, 8),
+    ("fp16", 64, "float16", 8, 2, 8),
+]
+# rows, bits, group, dtype, normed and added to, gated
+LINEARS = [
+    *((rows, 4, group, "float16", False, False) for rows in (1, 16) for group in (32, 64, 128)),
+    *((1, bits, 64, "float16", normed, False) for bits in (4, 8) for normed in (False, True)),
+    (1, 4, 64, "float16", True, True),
+    (16, 4, 64, "bfloat16", True, True),
+    (1, 4, 64, "bfloat16", True, False),
 ]
 
 
@@ -115,11 +146,46 @@ def gather_rows(mode: str, dim: int, dtype: str, folded: bool) -> None:
         gather(source, pages.table, pages.lengths, pieces, 256, dim, out, positions=positions)
 
 
+def attend(mode: str, dim: int, dtype: str, group: int, n: int, rows: int) -> None:
+    pages = storage(mode, dim, [256], "cpu", dtype=dtype, heads=1)
+    layout, planes = MODES[mode].layout(dim), {name: x[0] for name, x in pages.planes.items()}
+    scales = [planes.get(f"{part}_scale", planes[part]) for part in "kv"]
+    tables = (pages.table, pages.raw_table, pages.table, pages.raw_table)
+    counts = (pages.lengths, pages.lengths, pages.folded, pages.lengths)
+    q = torch.empty(1, 1, n * group, dim, dtype=getattr(torch, dtype))
+    attend_pages(
+        q,
+        q.half() if layout.k.quantized else q,
+        Pages(planes["k"], planes["v"], *scales, pages.raw["k"][0], pages.raw["v"][0], *tables, *counts),
+        layout,
+        query_rows=n,
+        v_rotation=VRotation.create(0, dim, "cpu") if layout.v.codebook else None,
+        config=choose_config(layout, rows, n * group, PROCESSORS),
+    )
+
+
+def linear(rows: int, bits: int, group: int, dtype: str, normed: bool, gated: bool) -> None:
+    kind, out, inputs = getattr(torch, dtype), 64, 1024
+    codes = torch.empty(out // 16, inputs // 64, 32 * bits, dtype=torch.int32)
+    sides = torch.empty(out // 16, inputs // group, 8, 4, dtype=kind)
+    tiles = AffineTiles(codes, sides, out // 2 if gated else out, inputs, bits, group, gated)
+    x, y = torch.empty(rows, inputs, dtype=kind), torch.empty(rows, out, dtype=kind)
+    linear_tiles(x, tiles, norm=(x[0], 1e-5) if normed else None, added=y if normed and not gated else None)
+
+
 def main(arch: int) -> None:
+    for module in (kvcore.backends.cuda.attend, kvcore.backends.cuda.affine):
+        module.capability = lambda device: divmod(arch, 10)  # type: ignore[attr-defined]
     driver.set_active(TargetOnly(arch))
     seen: list[tuple[str, Any]] = []
     compile_instead_of_launch(seen)
-    for launch, cases in ((fold, FOLDS), (append_rows, APPENDS), (gather_rows, GATHERS)):
+    for launch, cases in (
+        (fold, FOLDS),
+        (append_rows, APPENDS),
+        (gather_rows, GATHERS),
+        (attend, ATTENDS),
+        (linear, LINEARS),
+    ):
         for case in cases:
             launch(*case)
             for name, kernel in seen:

@@ -16,6 +16,16 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 HERE = Path(__file__).parent
 # Largest shared memory of a program, in bytes (CUDA C++ Programming Guide, technical specifications).
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+KERNELS = {
+    "angles_kernel",
+    "append_kernel",
+    "attend_splits",
+    "combine_splits",
+    "fold_kernel",
+    "gather_kernel",
+    "linear_rows",
+    "peak_kernel",
+}
 
 
 @pytest.mark.full
@@ -28,6 +38,5 @@ def test_kernels_compile_and_fit(arch: int) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    names = {"fold_kernel", "append_kernel", "angles_kernel", "gather_kernel", "peak_kernel"}
-    assert {x["kernel"] for x in kernels} == names
+    assert {x["kernel"] for x in kernels} == KERNELS
     assert [x for x in kernels if x["shared"] > SHARED_MEMORY[arch]] == []

@@ -119,7 +119,7 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
 
 
 def _best_splits(rows: int, resident: int) -> int:
-    """Splits of each row for a GPU that holds ``resident`` programs: the fewest that waste little of at most two waves."""
+    """Splits of each row, for a GPU that holds ``resident`` programs: the fewest that waste little of two waves."""
     waves = {n: -(-rows * n // resident) for n in range(1, MAX_SPLITS + 1)}
     times = {n: count / n for n, count in waves.items() if count <= 2} or {1: 1.0}
     return next(n for n, time in times.items() if time <= 1.05 * min(times.values()))
@@ -158,7 +158,7 @@ def attend_pages(
     out = torch.empty_like(q, dtype=out_dtype)
     signs = None if v_rotation is None else v_rotation.signs
     terms = v_rotation.terms if v_rotation is not None and signs is None else None
-    capability = _capability(q.device)
+    capability = capability(q.device)
     overlap = {"launch_pdl": True} if capability >= (9, 0) else {}
     registers = {} if config.stages else {"maxnreg": REGISTERS}
     attend_splits[(rows * blocks, splits)](
@@ -199,5 +199,5 @@ def _processors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=8)
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_devicecapability(device) if device.type == "cuda" else (0, 0)

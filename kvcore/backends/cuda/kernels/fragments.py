@@ -139,12 +139,12 @@ def _int8_code(word, byte: tl.constexpr):
 
 
 @jit
-def _pair(a, b, like):
+def pair_of(a, b, like):
     return tl.reshape(tl.join(a, b), like.shape).to(tl.float16)
 
 
 @jit
-def _join8(o0, o1, o2, o3, o4, o5, o6, o7):
+def join8(o0, o1, o2, o3, o4, o5, o6, o7):
     """Eight tensors as three new last axes, output bit 2 first, bit 0 last."""
     low = gl.join(gl.join(o0, o4), gl.join(o2, o6))
     high = gl.join(gl.join(o1, o5), gl.join(o3, o7))
@@ -156,15 +156,15 @@ def unpack_turbo4(x, table, HARDWARE: tl.constexpr):
     """Words [..., 2] (a pair is two registers in a row) -> fp16 [..., 2 (half), 2 (word), 2, 2 (code // 2)]."""
     if INTERPRET:
         w0, w1 = tl.split(x)
-        values = _join8(
-            _pair(_turbo4_code(w0, 0), _turbo4_code(w0, 1), x),
-            _pair(_turbo4_code(w0, 2), _turbo4_code(w0, 3), x),
-            _pair(_turbo4_code(w0, 4), _turbo4_code(w0, 5), x),
-            _pair(_turbo4_code(w0, 6), _turbo4_code(w0, 7), x),
-            _pair(_turbo4_code(w1, 0), _turbo4_code(w1, 1), x),
-            _pair(_turbo4_code(w1, 2), _turbo4_code(w1, 3), x),
-            _pair(_turbo4_code(w1, 4), _turbo4_code(w1, 5), x),
-            _pair(_turbo4_code(w1, 6), _turbo4_code(w1, 7), x),
+        values = join8(
+            pair_of(_turbo4_code(w0, 0), _turbo4_code(w0, 1), x),
+            pair_of(_turbo4_code(w0, 2), _turbo4_code(w0, 3), x),
+            pair_of(_turbo4_code(w0, 4), _turbo4_code(w0, 5), x),
+            pair_of(_turbo4_code(w0, 6), _turbo4_code(w0, 7), x),
+            pair_of(_turbo4_code(w1, 0), _turbo4_code(w1, 1), x),
+            pair_of(_turbo4_code(w1, 2), _turbo4_code(w1, 3), x),
+            pair_of(_turbo4_code(w1, 4), _turbo4_code(w1, 5), x),
+            pair_of(_turbo4_code(w1, 6), _turbo4_code(w1, 7), x),
         )
     else:
         asm: gl.constexpr = TURBO4_ASM if HARDWARE else TURBO4_ASM_SM80
@@ -176,7 +176,7 @@ def unpack_turbo4(x, table, HARDWARE: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-        values = _join8(o0, o1, o2, o3, o4, o5, o6, o7)
+        values = join8(o0, o1, o2, o3, o4, o5, o6, o7)
     return values
 
 
@@ -186,25 +186,25 @@ def unpack_turbo3(x, signs, table, HARDWARE: tl.constexpr):
     if INTERPRET:
         w0, w1 = tl.split(x)
         s, _ = tl.split(signs)
-        low = _join8(
-            _pair(_turbo3_code(w0, s, 0, 0, 0), _turbo3_code(w0, s, 0, 0, 1), x),
-            _pair(_turbo3_code(w0, s, 0, 0, 2), _turbo3_code(w0, s, 0, 0, 3), x),
-            _pair(_turbo3_code(w0, s, 0, 0, 4), _turbo3_code(w0, s, 0, 0, 5), x),
-            _pair(_turbo3_code(w0, s, 0, 0, 6), _turbo3_code(w0, s, 0, 0, 7), x),
-            _pair(_turbo3_code(w0, s, 0, 1, 0), _turbo3_code(w0, s, 0, 1, 1), x),
-            _pair(_turbo3_code(w0, s, 0, 1, 2), _turbo3_code(w0, s, 0, 1, 3), x),
-            _pair(_turbo3_code(w0, s, 0, 1, 4), _turbo3_code(w0, s, 0, 1, 5), x),
-            _pair(_turbo3_code(w0, s, 0, 1, 6), _turbo3_code(w0, s, 0, 1, 7), x),
+        low = join8(
+            pair_of(_turbo3_code(w0, s, 0, 0, 0), _turbo3_code(w0, s, 0, 0, 1), x),
+            pair_of(_turbo3_code(w0, s, 0, 0, 2), _turbo3_code(w0, s, 0, 0, 3), x),
+            pair_of(_turbo3_code(w0, s, 0, 0, 4), _turbo3_code(w0, s, 0, 0, 5), x),
+            pair_of(_turbo3_code(w0, s, 0, 0, 6), _turbo3_code(w0, s, 0, 0, 7), x),
+            pair_of(_turbo3_code(w0, s, 0, 1, 0), _turbo3_code(w0, s, 0, 1, 1), x),
+            pair_of(_turbo3_code(w0, s, 0, 1, 2), _turbo3_code(w0, s, 0, 1, 3), x),
+            pair_of(_turbo3_code(w0, s, 0, 1, 4), _turbo3_code(w0, s, 0, 1, 5), x),
+            pair_of(_turbo3_code(w0, s, 0, 1, 6), _turbo3_code(w0, s, 0, 1, 7), x),
         )
-        high = _join8(
-            _pair(_turbo3_code(w1, s, 1, 0, 0), _turbo3_code(w1, s, 1, 0, 1), x),
-            _pair(_turbo3_code(w1, s, 1, 0, 2), _turbo3_code(w1, s, 1, 0, 3), x),
-            _pair(_turbo3_code(w1, s, 1, 0, 4), _turbo3_code(w1, s, 1, 0, 5), x),
-            _pair(_turbo3_code(w1, s, 1, 0, 6), _turbo3_code(w1, s, 1, 0, 7), x),
-            _pair(_turbo3_code(w1, s, 1, 1, 0), _turbo3_code(w1, s, 1, 1, 1), x),
-            _pair(_turbo3_code(w1, s, 1, 1, 2), _turbo3_code(w1, s, 1, 1, 3), x),
-            _pair(_turbo3_code(w1, s, 1, 1, 4), _turbo3_code(w1, s, 1, 1, 5), x),
-            _pair(_turbo3_code(w1, s, 1, 1, 6), _turbo3_code(w1, s, 1, 1, 7), x),
+        high = join8(
+            pair_of(_turbo3_code(w1, s, 1, 0, 0), _turbo3_code(w1, s, 1, 0, 1), x),
+            pair_of(_turbo3_code(w1, s, 1, 0, 2), _turbo3_code(w1, s, 1, 0, 3), x),
+            pair_of(_turbo3_code(w1, s, 1, 0, 4), _turbo3_code(w1, s, 1, 0, 5), x),
+            pair_of(_turbo3_code(w1, s, 1, 0, 6), _turbo3_code(w1, s, 1, 0, 7), x),
+            pair_of(_turbo3_code(w1, s, 1, 1, 0), _turbo3_code(w1, s, 1, 1, 1), x),
+            pair_of(_turbo3_code(w1, s, 1, 1, 2), _turbo3_code(w1, s, 1, 1, 3), x),
+            pair_of(_turbo3_code(w1, s, 1, 1, 4), _turbo3_code(w1, s, 1, 1, 5), x),
+            pair_of(_turbo3_code(w1, s, 1, 1, 6), _turbo3_code(w1, s, 1, 1, 7), x),
         )
     else:
         asm: gl.constexpr = TURBO3_ASM if HARDWARE else TURBO3_ASM_SM80
@@ -216,8 +216,8 @@ def unpack_turbo3(x, signs, table, HARDWARE: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-        low = _join8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7])
-        high = _join8(o[8], o[9], o[10], o[11], o[12], o[13], o[14], o[15])
+        low = join8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7])
+        high = join8(o[8], o[9], o[10], o[11], o[12], o[13], o[14], o[15])
     return gl.join(low, high)
 
 
@@ -226,10 +226,10 @@ def unpack_int8(x):
     """Words [..., 2] -> fp16 [..., 2 (half), 2 (word), 2 (byte // 2)]."""
     if INTERPRET:
         w0, w1 = tl.split(x)
-        o0 = _pair(_int8_code(w0, 0), _int8_code(w0, 1), x)
-        o1 = _pair(_int8_code(w0, 2), _int8_code(w0, 3), x)
-        o2 = _pair(_int8_code(w1, 0), _int8_code(w1, 1), x)
-        o3 = _pair(_int8_code(w1, 2), _int8_code(w1, 3), x)
+        o0 = pair_of(_int8_code(w0, 0), _int8_code(w0, 1), x)
+        o1 = pair_of(_int8_code(w0, 2), _int8_code(w0, 3), x)
+        o2 = pair_of(_int8_code(w1, 0), _int8_code(w1, 1), x)
+        o3 = pair_of(_int8_code(w1, 2), _int8_code(w1, 3), x)
     else:
         o0, o1, o2, o3 = gl.inline_asm_elementwise(
             INT8_ASM, "=&r,=&r,=&r,=&r,r,r", [x], dtype=(gl.float16,) * 4, is_pure=True, pack=2

@@ -124,7 +124,9 @@ if INTERPRET.value:
 else:
     gl, jit, mma, loop_bound = gluon_language, gluon.jit, mma_v2, _bound
     wait_for_previous, let_next_start = _wait_for_previous, _let_next_start
-    copy, commit, wait = async_copy.async_copy_global_to_shared, async_copy.commit_group, async_copy.wait_group
+    renamed = "async_load" in async_copy.__all__  # by Triton 3.9 at the latest
+    copy = async_copy.async_load if renamed else async_copy.async_copy_global_to_shared
+    commit, wait = async_copy.commit_group, async_copy.wait_group
 
 
 def constexpr_function(fn: Any) -> Any:

@@ -175,7 +175,7 @@ def linear(rows: int, bits: int, group: int, dtype: str, normed: bool, gated: bo
 
 def main(arch: int) -> None:
     for module in (kvcore.backends.cuda.attend, kvcore.backends.cuda.affine):
-        module.capability = lambda device: divmod(arch, 10)  # type: ignore[attr-defined]
+        module.device_capability = lambda device: divmod(arch, 10)  # type: ignore[attr-defined]
     driver.set_active(TargetOnly(arch))
     seen: list[tuple[str, Any]] = []
     compile_instead_of_launch(seen)

@@ -326,7 +326,7 @@ def test_dense_rows_stay_within_the_workspace(device: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(prefill, "gather", watched)
     check(Case("int8", "int8", heads=2, n=70, past=((128, 33),) * 2), device, workspace_bytes=60 << 10)
-    assert len(sizes) > 6
+    assert len(sizes) > 4  # 16-bit rows take fewer blocks than the interpreter's float32
     assert max(sizes) <= 60 << 10
 
 

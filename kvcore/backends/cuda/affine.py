@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcore.backends.cuda.attend import capability
+from kvcore.backends.cuda.attend import device_capability
 from kvcore.backends.cuda.kernels.linear import linear_rows
 from kvcore.errors import UnsupportedError
 from kvcore.weights.types import AffineWeight
@@ -63,8 +63,10 @@ class AffineTiles:
         out = gate.shape[0]
         if gate.shape != up.shape or out % 8:
             raise UnsupportedError(f"gate {gate.shape} and up {up.shape}: need one shape, and outputs in eights", [])
-        parts = ((w.unpacked(), w.scales, w.biases) for w in (gate, up))
-        mixed = (np.stack([g.reshape(-1, 8, g.shape[1]), u.reshape(-1, 8, u.shape[1])], 1) for g, u in zip(*parts, strict=True))
+        mixed = (
+            np.stack([g.reshape(-1, 8, g.shape[1]), u.reshape(-1, 8, u.shape[1])], 1)
+            for g, u in ((gate.unpacked(), up.unpacked()), (gate.scales, up.scales), (gate.biases, up.biases))
+        )
         return replace(cls._create(*(x.reshape(2 * out, -1) for x in mixed), gate, device), out=out, gated=True)
 
     @classmethod
@@ -135,7 +137,7 @@ def linear_tiles(
     rows = x.reshape(-1, weight.inputs)
     config, n = config or LinearConfig(), rows.shape[0]
     y = torch.empty(n, weight.out, dtype=out_dtype or x.dtype, device=x.device)
-    overlap = {"launch_pdl": True} if capability(x.device) >= (9, 0) else {}
+    overlap = {"launch_pdl": True} if device_capability(x.device) >= (9, 0) else {}
     linear_rows[(weight.codes.shape[0],)](
         rows, rows if norm is None else norm[0], weight.codes, weight.sides, rows if bias is None else bias,
         rows if added is None else added, y, n, 0.0 if norm is None else norm[1],

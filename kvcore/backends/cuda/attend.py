@@ -158,7 +158,7 @@ def attend_pages(
     out = torch.empty_like(q, dtype=out_dtype)
     signs = None if v_rotation is None else v_rotation.signs
     terms = v_rotation.terms if v_rotation is not None and signs is None else None
-    capability = capability(q.device)
+    capability = device_capability(q.device)
     overlap = {"launch_pdl": True} if capability >= (9, 0) else {}
     registers = {} if config.stages else {"maxnreg": REGISTERS}
     attend_splits[(rows * blocks, splits)](
@@ -199,5 +199,5 @@ def _processors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=8)
-def capability(device: torch.device) -> tuple[int, int]:
+def device_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_devicecapability(device) if device.type == "cuda" else (0, 0)

@@ -200,4 +200,4 @@ def _processors(device: torch.device) -> int:
 
 @lru_cache(maxsize=8)
 def device_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_devicecapability(device) if device.type == "cuda" else (0, 0)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

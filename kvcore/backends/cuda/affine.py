@@ -63,11 +63,9 @@ class AffineTiles:
         out = gate.shape[0]
         if gate.shape != up.shape or out % 8:
             raise UnsupportedError(f"gate {gate.shape} and up {up.shape}: need one shape, and outputs in eights", [])
-        mixed = (
-            np.stack([g.reshape(-1, 8, g.shape[1]), u.reshape(-1, 8, u.shape[1])], 1)
-            for g, u in ((gate.unpacked(), up.unpacked()), (gate.scales, up.scales), (gate.biases, up.biases))
-        )
-        return replace(cls._create(*(x.reshape(2 * out, -1) for x in mixed), gate, device), out=out, gated=True)
+        codes = _by_eights(gate.unpacked(), up.unpacked())
+        scales, biases = _by_eights(gate.scales, up.scales), _by_eights(gate.biases, up.biases)
+        return replace(cls._create(codes, scales, biases, gate, device), out=out, gated=True)
 
     @classmethod
     def _create(
@@ -152,6 +150,12 @@ def _check_alike(weights: Sequence[AffineWeight]) -> None:
     kinds = {(w.shape[1], w.bits, w.group_size) for w in weights}
     if len(kinds) > 1:
         raise UnsupportedError(f"weights of different (inputs, bits, group size) {sorted(kinds)}: keep them apart", [])
+
+
+def _by_eights(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Eight rows of the gate, eight of up, and so on."""
+    width = gate.shape[1]
+    return np.stack([gate.reshape(-1, 8, width), up.reshape(-1, 8, width)], 1).reshape(-1, width)
 
 
 def _tensor(array: np.ndarray) -> Tensor:

@@ -52,8 +52,9 @@ class AffineTiles:
     def stacked(cls, weights: Sequence[AffineWeight], device: torch.device | str) -> AffineTiles:
         """Several matrices of the same inputs, bits and groups as one, their outputs one after the other."""
         _check_alike(weights)
-        parts = ([w.unpacked() for w in weights], [w.scales for w in weights], [w.biases for w in weights])
-        return cls._create(*(np.concatenate(part) for part in parts), weights[0], device)
+        codes = np.concatenate([w.unpacked() for w in weights])
+        scales, biases = np.concatenate([w.scales for w in weights]), np.concatenate([w.biases for w in weights])
+        return cls._create(codes, scales, biases, weights[0], device)
 
     @classmethod
     def create_gated(cls, gate: AffineWeight, up: AffineWeight, device: torch.device | str) -> AffineTiles:

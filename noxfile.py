@@ -135,9 +135,9 @@ def prepare_tests(session: nox.Session) -> str:
         session.install(TORCH)
         if sys.platform == "linux":
             session.install("--no-deps", TRITON)
-        python = prepare(session, *TEST_TOOLS, *TEST_PLUGINS, extras=("metal", "hf"))
+        python = prepare(session, *TEST_TOOLS, *TEST_PLUGINS, extras=("metal", "hf", "mlx-lm"))
     else:
-        python = prepare(session, *TEST_TOOLS, extras=("cuda", "metal", "hf"))
+        python = prepare(session, *TEST_TOOLS, extras=("cuda", "metal", "hf", "mlx-lm"))
     add_model(session)
     return python
 
@@ -242,6 +242,14 @@ def bench_cuda(session: nox.Session) -> None:
     python = prepare(session, extras=("cuda", "bench"))
     session.run(python, "-m", "kvcore", "bench", "attention", *session.posargs)
     session.run(python, "-m", "kvcore", "bench", "cache")
+
+
+@nox.session
+def fidelity(session: nox.Session) -> None:
+    """What each mode costs on the embedded model and text; arguments go to kvcore eval."""
+    python = prepare(session, extras=("bench",))
+    add_model(session)
+    session.run(python, "-m", "kvcore", "eval", *session.posargs)
 
 
 # The source and what is made from it

@@ -8,15 +8,15 @@ after one R_Vᵀ on their sum, with the raw rows. K's scale multiplies the logit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvcore.backends import Backend
-from kvcore.cache import Cache, CacheSpec, ContiguousStorage, LayerKernels, Storage
+from kvcore.cache import Cache, CacheRows, CacheSpec, ContiguousStorage, LayerKernels, Storage
 from kvcore.errors import UnsupportedError
 from kvcore.layout import Codec, KVView, Rotation, WindowPolicy
-from kvcore.modes import CODEC_FUNCTIONS
+from kvcore.modes import CODEC_FUNCTIONS, Mode
 from kvcore.ops import Array, Ops
 from kvcore.registry import Decision, Kernel, KernelQuery, Registry
 
@@ -44,7 +44,7 @@ def attend_graph(ops: Ops, q: Array, view: KVView, scale: float, window: int | N
     group = q_heads // kv_heads
     grouped = ops.reshape(ops.astype(q, "float32") * scale, (batch, kv_heads, group * rows, dim))
     step = max(128, SCORE_ELEMENTS // (batch * q_heads * rows))
-    mask = _Mask(ops, group, rows, view.tokens, window)
+    mask = _Mask(ops, group, rows, view.tokens, window, view.keep)
 
     pages = _attend_pages(ops, grouped, view, mask, step)
     raw = _attend_raw(ops, grouped, view, mask, step)
@@ -126,24 +126,27 @@ def _merge(ops: Ops, a: _Partial, b: _Partial) -> _Partial:
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """Which keys the queries of the newest ``rows`` positions of ``tokens`` may see."""
+    """Which keys the queries of the newest ``rows`` of ``tokens`` live rows may see: no later one, and with a
+    ``window`` the first ``keep`` and the newest."""
 
     ops: Ops
     group: int
     rows: int
     tokens: int
     window: int | None
+    keep: int
 
     def block(self, positions: np.ndarray) -> Array | None:
-        """bool [group · rows, len(positions)], or None where every query sees every key."""
+        """bool [group · rows, len(positions)] for ascending live rows, or None where every query sees every key."""
         first = self.tokens - self.rows
         everything = self.rows == 1 or positions[-1] <= first
-        if everything and (self.window is None or positions[0] > self.tokens - 1 - self.window):
+        sliding = positions[np.searchsorted(positions, self.keep) :]
+        if everything and (self.window is None or not len(sliding) or sliding[0] > self.tokens - 1 - self.window):
             return None
         query = np.arange(first, self.tokens)[:, None]
         allowed = positions[None, :] <= query
         if self.window is not None:
-            allowed &= positions[None, :] > query - self.window
+            allowed &= (positions[None, :] > query - self.window) | (positions[None, :] < self.keep)
         return self.ops.asarray(np.tile(allowed, (self.group, 1)))
 
 
@@ -222,3 +225,21 @@ def make_cache(backend: Backend, spec: CacheSpec, *, kernels: str = "auto", regi
             raise_on_nonfinite=backend.raise_on_nonfinite,
         )
     return Cache(backend.ops, spec, storage, decisions)
+
+
+def convert_cache(
+    backend: Backend, cache: Cache, mode: Mode, *, kernels: str = "auto", registry: Registry | None = None
+) -> Cache:
+    """A cache in another mode with the rows of ``cache``, which stays: for long chats that are compressed late.
+
+    Raw rows fold as they would have; quantized ones are decoded and quantized anew, which adds the new mode's error to
+    the old one's. Needs room for all rows in raw form meanwhile. Errors are those of `make_cache`.
+    """
+    made = make_cache(backend, replace(cache.spec, mode=mode), kernels=kernels, registry=registry)
+    views = []
+    for layer, target in enumerate(made.layers):
+        k, v = (backend.ops.astype(rows, cache.spec.dtype) for rows in cache.dense(layer))
+        views.append(KVView(target.layout, 0, 0, None, None, {}, {}, k, v, None, None))
+    made.load(CacheRows(tuple(views), cache.holes, handed_over=False))
+    made.begin_decode()
+    return made

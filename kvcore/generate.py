@@ -53,8 +53,8 @@ class GenerationStats:
 class Generation:
     """Iterate to get text piece by piece; afterwards (or meanwhile) `token_ids`, `text`, `finish_reason`, `stats`.
 
-    Finish reasons: "stop" (end token or stop string), "length" (max_tokens or the model's last position),
-    "cancelled" (by `cancel`).
+    Finish reasons: "stop" (end token or stop string), "length" (max_tokens, the model's last position, or a
+    ``max_kv_size`` that may not be exceeded), "cancelled" (by `cancel`).
     """
 
     def __init__(
@@ -68,14 +68,23 @@ class Generation:
         eos_token_ids: frozenset[int],
         max_position: int,
         prefill_step: int = DEFAULT_PREFILL_STEP,
+        max_kv_size: int | None = None,
     ) -> None:
-        """``prompt`` is the whole sequence; the cache may hold a prefix of it already."""
+        """``prompt`` is the whole sequence; the cache may hold a prefix of it already.
+
+        With ``max_kv_size`` prompt and answer together end there, without a context shift.
+        """
         if not prompt:
             raise InputError("the prompt is empty: give at least one token of text")
         if len(prompt) >= max_position:
             raise InputError(
                 f"the prompt has {len(prompt)} tokens, the model's context holds {max_position}: "
                 "shorten the prompt to leave room for an answer"
+            )
+        if max_kv_size is not None and len(prompt) >= max_kv_size:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens, max_kv_size {max_kv_size} without a context shift leaves no "
+                "room for an answer: shorten the prompt, or let the context shift"
             )
         if cache.offset >= len(prompt):
             raise InputError("the cache already holds the whole prompt: trim at least its last token first")
@@ -87,7 +96,7 @@ class Generation:
         self.cache = cache
         self._step, self._params, self._prefill_step = step, params, prefill_step
         self._eos = eos_token_ids
-        self._budget = min(params.max_tokens, max_position - len(prompt))
+        self._budget = min(params.max_tokens, min(max_position, max_kv_size or max_position) - len(prompt))
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopMatcher(params.stop)
         self._stats = GenerationStats(len(prompt), cache.offset, 0, 0.0, 0.0, 0.0, None)
         self._cancelled = False

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import index
 from pathlib import Path
 
 import numpy as np
 
-from kvcore.attention import decide, default_registry, make_cache
+from kvcore.attention import convert_cache, decide, default_registry, make_cache
 from kvcore.backends import Backend, load_backend
 from kvcore.cache import Cache, CacheSpec
 from kvcore.errors import InputError
 from kvcore.generate import DEFAULT_PREFILL_STEP, Generation
-from kvcore.layout import WindowPolicy
+from kvcore.layout import DEFAULT_KEEP, Cap, WindowPolicy
 from kvcore.models.config import LlamaConfig
 from kvcore.models.llama import LlamaParams, forward, load_params
 from kvcore.modes import Mode, resolve_mode
+from kvcore.promptcache import Fingerprint, Identity, check_target, read_prompt_cache, write_prompt_cache
 from kvcore.registry import Registry
 from kvcore.sampling import SamplingParams
 from kvcore.text import Tokenizer, load_tokenizer
@@ -42,21 +43,32 @@ class Model:
     kernels: str
     name: str
     notices: tuple[str, ...] = ()
+    fingerprint: str = ""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         return frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
 
     def new_cache(
-        self, kv_cache_mode: str | Mode | None = None, *, batch: int = 1, capacity: int | None = None
+        self,
+        kv_cache_mode: str | Mode | None = None,
+        *,
+        batch: int = 1,
+        capacity: int | None = None,
+        max_kv_size: int | None = None,
+        keep: int = DEFAULT_KEEP,
     ) -> Cache:
         """An empty cache in the model's mode, or in another one.
 
         ``capacity``: tokens that will come, so that paged storage reserves them at once. It grows beyond them.
-        KvcoreError where there is no memory for them.
+        ``max_kv_size``: most live rows of a layer; of longer sequences the first ``keep`` and the newest stay.
+        KvcoreError where there is no memory, InputError for a cap that cannot be.
         """
         mode = self.mode if kv_cache_mode is None else _as_mode(kv_cache_mode)
         spec = _cache_spec(self.config, mode, self.params.dtype, self.window, batch, capacity)
+        spec = replace(spec, model=self.fingerprint)
+        if max_kv_size is not None:
+            spec = replace(spec, cap=Cap(max_kv_size, keep))
         return make_cache(self.backend, spec, kernels=self.kernels, registry=self.registry)
 
     def forward(self, ids: np.ndarray, cache: Cache, *, all_logits: bool = False) -> np.ndarray:
@@ -83,15 +95,22 @@ class Model:
         raw: bool = False,
         cache: Cache | None = None,
         prefill_step: int = DEFAULT_PREFILL_STEP,
+        max_kv_size: int | None = None,
+        keep: int = DEFAULT_KEEP,
+        context_shift: bool = True,
     ) -> Generation:
         """Text for ``prompt``, piece by piece: iterate over the result.
 
-        With a ``cache`` the prompt must extend what it holds; that part is not run again.
+        With a ``cache`` the prompt must extend what it holds; that part is not run again. ``max_kv_size`` and ``keep``
+        are those of `new_cache`, for a cache of its own. Without ``context_shift`` the answer ends, with finish reason
+        "length", where a token would exceed ``max_kv_size``.
         Raises InputError for an empty prompt or one that the model's context does not hold.
         """
         ids, params = self.encode(prompt, raw=raw), params or SamplingParams()
         if cache is None:
-            cache = self.new_cache(capacity=min(self.config.max_position, len(ids) + params.max_tokens))
+            capacity = min(self.config.max_position, len(ids) + params.max_tokens)
+            shifts = max_kv_size if context_shift else None
+            cache = self.new_cache(capacity=capacity, max_kv_size=shifts, keep=keep)
         return Generation(
             self._step,
             self.tokenizer,
@@ -101,6 +120,81 @@ class Model:
             eos_token_ids=self.eos_token_ids,
             max_position=self.config.max_position,
             prefill_step=prefill_step,
+            max_kv_size=None if context_shift else max_kv_size,
+        )
+
+    def prefill(
+        self,
+        ids: Sequence[int],
+        cache: Cache,
+        *,
+        prefill_step: int = DEFAULT_PREFILL_STEP,
+        progress: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> None:
+        """Run ``ids`` in chunks, for their rows alone. ``progress(done, total)`` counts tokens."""
+        for begin in range(0, len(ids), prefill_step):
+            self._step(ids[begin : begin + prefill_step], cache)
+            progress(min(len(ids), begin + prefill_step), len(ids))
+
+    def save_cache(self, path: str | Path, cache: Cache, tokens: Sequence[int]) -> int:
+        """Write ``cache``, which has seen ``tokens``, to a prompt-cache file; returns its size in bytes.
+
+        InputError where the two do not fit or no file can be there, KvcoreError where writing fails; then an older file
+        at ``path`` is unchanged.
+        """
+        target = Path(path).expanduser()
+        check_target(target)
+        spec, identity = cache.spec, self._identity(cache.mode)
+        return write_prompt_cache(target, self.backend.ops, cache.export(), tokens, identity, spec.dtype, spec.cap)
+
+    def load_cache(
+        self,
+        path: str | Path,
+        kv_cache_mode: str | Mode | None = None,
+        *,
+        capacity: int | None = None,
+        max_kv_size: int | None = None,
+        keep: int = DEFAULT_KEEP,
+    ) -> tuple[Cache, tuple[int, ...]]:
+        """The cache of a prompt-cache file, and the tokens that it has seen.
+
+        InputError where the file was made with another model, tokenizer, mode or window, naming both values, and where
+        rows in the middle were dropped under another cap; ModelError where it is damaged.
+        """
+        cache = self.new_cache(kv_cache_mode, capacity=capacity, max_kv_size=max_kv_size, keep=keep)
+        source = Path(path).expanduser()
+        layouts = [layer.layout for layer in cache.layers]
+        found = read_prompt_cache(source, layouts, self.config.num_kv_heads, self._identity(cache.mode))
+        if found.rows.holes and found.cap != cache.spec.cap:
+            theirs, ours = (_words(cap) for cap in (found.cap, cache.spec.cap))
+            raise InputError(
+                f"{source} does not fit this run: it was cut to {theirs}, here there is {ours}: use the same cap, "
+                "or make the file again"
+            )
+        self._checked_ids(found.tokens)
+        cache.load(found.rows)
+        return cache, found.tokens
+
+    def convert_cache(self, cache: Cache, kv_cache_mode: str | Mode) -> Cache:
+        """A cache in another mode with the same rows; the old one stays: see `kvcore.attention.convert_cache`."""
+        mode = _as_mode(kv_cache_mode)
+        return convert_cache(self.backend, cache, mode, kernels=self.kernels, registry=self.registry)
+
+    def _identity(self, mode: Mode) -> Identity:
+        layout = mode.layout(self.config.head_dim)
+        return Identity(
+            model=self.fingerprint,
+            tokenizer=self.tokenizer.digest(),
+            rope={**asdict(self.config.rope), "freq_factors": list(self.config.rope.freq_factors or ())},
+            mode=mode.name,
+            layout={
+                "k": layout.k.name,
+                "v": layout.v.name,
+                "k_dim": layout.k_dim,
+                "v_dim": layout.v_dim,
+                "kv_heads": self.config.num_kv_heads,
+            },
+            window=asdict(self.window) if mode.quantized else {},
         )
 
     def _step(self, ids: Sequence[int], cache: Cache) -> np.ndarray:
@@ -146,10 +240,11 @@ def load(
     window = window or WindowPolicy()
     decide(loaded, registry, _cache_spec(checkpoint.config, mode, compute, window), kernels)
     tokenizer = load_tokenizer(checkpoint.tokenizer, chat_template)
+    fingerprint = Fingerprint(checkpoint.config)
     return Model(
         backend=loaded,
         config=checkpoint.config,
-        params=load_params(loaded, checkpoint, compute, progress),
+        params=load_params(loaded, checkpoint, compute, progress, fingerprint.add),
         tokenizer=tokenizer,
         mode=mode,
         window=window,
@@ -157,6 +252,7 @@ def load(
         kernels=kernels,
         name=checkpoint.model_name,
         notices=(*notices, *([loaded.notice] if loaded.notice else []), *checkpoint.notices),
+        fingerprint=fingerprint.hexdigest(),
     )
 
 
@@ -186,3 +282,12 @@ def _cache_spec(
         batch=batch,
         capacity=capacity,
     )
+
+
+def _words(cap: Cap | None) -> str:
+    return "no cap" if cap is None else f"max_kv_size {cap.tokens} with keep {cap.keep}"
+
+
+def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens two sequences share at their beginning."""
+    return next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvcore.cache.storage import CacheLayer, Storage
+from kvcore.cache.positions import Hole, Positions
+from kvcore.cache.storage import CacheLayer, RowStorage, Storage
 from kvcore.cache.view import dense_rows
-from kvcore.errors import InputError
-from kvcore.layout import CacheShape, CacheStats, WindowPolicy
+from kvcore.errors import InputError, UnsupportedError
+from kvcore.layout import CacheShape, CacheStats, Cap, KVView, WindowPolicy
 from kvcore.modes import Mode
 from kvcore.ops import Array, Ops
 from kvcore.registry import Decision
@@ -20,6 +21,7 @@ class CacheSpec:
     """The shape of a cache: what the model asks for and what the user chose.
 
     ``capacity``: tokens that will come, where that is known. Paged storage reserves them, and no storage ends there.
+    With a ``cap`` the middle of longer sequences is dropped. ``model`` is a fingerprint, for caches that share rows.
     """
 
     mode: Mode
@@ -32,6 +34,8 @@ class CacheSpec:
     batch: int = 1
     v_head_dim: int | None = None
     capacity: int | None = None
+    cap: Cap | None = None
+    model: str = ""
 
     def shape(self) -> CacheShape:
         """The same for storage. UnsupportedError where a codec cannot store vectors of that width."""
@@ -46,7 +50,27 @@ class CacheSpec:
             window=self.window,
             batch=self.batch,
             capacity=self.capacity,
+            cap=self.cap,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRows:
+    """What a cache holds: canonical rows of each layer, the holes among them, whether a hand-over has been made."""
+
+    views: tuple[KVView, ...]
+    holes: tuple[Hole, ...] = ()
+    handed_over: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Live rows."""
+        return self.views[-1].tokens
+
+    @property
+    def offset(self) -> int:
+        """The position of the next token."""
+        return self.tokens + sum(hole.missing for hole in self.holes)
 
 
 class Cache:
@@ -59,6 +83,7 @@ class Cache:
         self.spec, self.storage, self.decisions = spec, storage, decisions
         self._ops = ops
         self._handed_over = not spec.mode.delegated
+        self._positions = Positions()
 
     @property
     def mode(self) -> Mode:
@@ -69,9 +94,24 @@ class Cache:
         return self.storage.layers
 
     @property
+    def tokens(self) -> int:
+        """Live rows: fewer than `offset` where rows in the middle were dropped."""
+        return self.layers[-1].tokens
+
+    @property
     def offset(self) -> int:
         """Tokens seen so far: the position of the next one."""
-        return self.layers[-1].tokens
+        return self.tokens + self._positions.missing
+
+    @property
+    def step_limit(self) -> int | None:
+        """Most tokens of a step; None where there is no cap. A longer one has rows that its own newest do not see."""
+        return None if self.spec.cap is None else self.spec.cap.window
+
+    def begin_step(self, count: int) -> None:
+        """Before a step of ``count`` tokens: with a cap, rows that none of them sees are dropped."""
+        if self.spec.cap is not None and count > 0:
+            self._drop_beyond(self.spec.cap.tokens - 1)
 
     def begin_decode(self) -> None:
         """The hand-over of a delegated mode: all but the window is folded now, later rows page by page. One-way; a
@@ -91,14 +131,79 @@ class Cache:
                 raise InputError(f"cannot accept {accepted} of {pending} pending rows")
             self.trim(pending - accepted)
         self.storage.commit()
+        if self.spec.cap is not None:
+            self._drop_beyond(self.spec.cap.tokens)
 
     def trim(self, count: int) -> None:
-        """Forget the newest ``count`` tokens. Folded rows are not unfolded; the raw tail refills as tokens come."""
+        """Forget the newest ``count`` live rows; `offset` goes back to behind the last one that stays.
+
+        Folded rows are not unfolded; the raw tail refills as tokens come.
+        """
         self.storage.trim(count)
+        if count:
+            self._positions.trim(self.tokens)
+
+    def drop(self, first: int, count: int) -> None:
+        """Forget ``count`` tokens from live row ``first`` on. The others stay as they are stored, at their positions,
+        and `offset` does not change. InputError where there are fewer, or where the storage cannot do it."""
+        self._rows().drop(first, count)
+        self._positions.drop(first, count)
+
+    def rewind(self, offset: int) -> int:
+        """Go back to the position ``offset``, and further where the row before it was dropped: to before that hole.
+        Returns the position of the next token, which is ``offset`` or less."""
+        if offset < self.offset:
+            self.trim(self.tokens - max(0, self._positions.rows_before(offset, self.tokens)))
+        return self.offset
+
+    def export(self) -> CacheRows:
+        """The rows in canonical form, as this backend's arrays. Later steps may overwrite them: use them first."""
+        views = tuple(layer.view() for layer in self.layers)
+        return CacheRows(views, tuple(self._positions.holes), self._handed_over)
+
+    def load(self, rows: CacheRows) -> None:
+        """Take exported rows into this empty cache, whatever storage they come from; arrays are this backend's or the
+        host's. Raw rows are converted to this cache's dtype, codes never. With a cap the middle is dropped."""
+        if self.tokens:
+            raise InputError(f"rows are loaded into an empty cache: this one holds {self.tokens} tokens")
+        inner = (hole.at for hole in rows.holes if hole.at < rows.tokens)
+        first = min(inner, default=self.spec.window.sink_tokens)
+        self._rows().load(rows.views, min(first, self.spec.window.sink_tokens), rows.handed_over)
+        self._positions = Positions(list(rows.holes))
+        self._handed_over = rows.handed_over
+        if self.spec.cap is not None:
+            self._drop_beyond(self.spec.cap.tokens)
+
+    def fork(self) -> Cache:
+        """Another cache with the same rows, independent of this one. Rows are shared until one of the two writes."""
+        other = Cache(self._ops, self.spec, self._rows().fork(), self.decisions)
+        other._positions, other._handed_over = self._positions.copy(), self._handed_over
+        return other
+
+    @property
+    def holes(self) -> tuple[Hole, ...]:
+        """Where rows in the middle were dropped, oldest first."""
+        return tuple(self._positions.holes)
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether rows fold as they come; false in a delegated mode until `begin_decode`."""
+        return self._handed_over
 
     def shorten(self, tokens: int) -> None:
-        """Forget what any layer holds beyond ``tokens``: the way back from a step that failed between layers."""
+        """Forget what any layer holds beyond ``tokens`` rows: the way back from a step that failed between layers."""
         self.storage.shorten(tokens)
+
+    def _drop_beyond(self, tokens: int) -> None:
+        """Drop the rows after the kept ones so that ``tokens`` remain."""
+        assert self.spec.cap is not None
+        if self.tokens > tokens:
+            self.drop(self.spec.cap.keep, self.tokens - tokens)
+
+    def _rows(self) -> RowStorage:
+        if not isinstance(self.storage, RowStorage):
+            raise UnsupportedError(f"the storage of this cache ({type(self.storage).__name__}) only grows")
+        return self.storage
 
     def dense(self, layer: int) -> tuple[Array, Array]:
         """K and V of one layer as attention sees them, float32 [B, Hkv, tokens, D]."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
+
 from kvcore.cache.layer import LayerCache, LayerKernels
-from kvcore.layout import CODECS, CacheShape, CacheStats, Layout
+from kvcore.layout import CODECS, CacheShape, CacheStats, KVView, Layout
 from kvcore.ops import Array, Ops
 
 
@@ -23,6 +26,7 @@ class ContiguousStorage:
                 batch=shape.batch,
                 kv_heads=shape.num_kv_heads,
                 dtype=shape.dtype,
+                cap=shape.cap,
                 raise_on_nonfinite=raise_on_nonfinite,
             )
             for layer in range(shape.num_layers)
@@ -43,6 +47,19 @@ class ContiguousStorage:
     def trim(self, count: int) -> None:
         for layer in self.layers:
             layer.trim(count)
+
+    def drop(self, first: int, count: int) -> None:
+        for layer in self.layers:
+            layer.drop(first, count)
+
+    def load(self, views: Sequence[KVView], first_rows: int, folding: bool) -> None:
+        for layer, view in zip(self.layers, views, strict=True):
+            layer.load(view, first_rows, folding)
+
+    def fork(self) -> ContiguousStorage:
+        other = copy(self)
+        other.layers = [layer.fork() for layer in self.layers]
+        return other
 
     def shorten(self, tokens: int) -> None:
         for layer in self.layers:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvcore.cache.rows import RowBuffer
 from kvcore.cache.view import dense_rows
 from kvcore.errors import InputError, NonFiniteError
-from kvcore.layout import Codec, KVView, Layout, Rotation, WindowPolicy
+from kvcore.layout import Cap, Codec, KVView, Layout, Rotation, WindowPolicy
 from kvcore.ops import Array, Ops
 
 _ENCODE_ROWS = 4096  # rows folded in one go: bounds the float32 workspace of a hand-over
@@ -49,6 +50,13 @@ class _Part:
     def planes(self) -> dict[str, Array]:
         return {name: buffer.live() for name, buffer in self.folded.items()}
 
+    def fork(self) -> _Part:
+        other = object.__new__(_Part)
+        other.codec, other.rotation = self.codec, self.rotation
+        other.tail, other.sinks = self.tail.fork(), self.sinks.fork()
+        other.folded = {name: buffer.fork() for name, buffer in self.folded.items()}
+        return other
+
 
 class LayerCache:
     """Append, attend, commit: the life of one layer's K and V, for a batch of equally long sequences."""
@@ -64,9 +72,10 @@ class LayerCache:
         batch: int,
         kv_heads: int,
         dtype: str,
+        cap: Cap | None = None,
         raise_on_nonfinite: bool = False,
     ) -> None:
-        self._ops, self._window, self._kernels = ops, window, kernels
+        self._ops, self._window, self._kernels, self._cap = ops, window, kernels, cap
         self._raise_on_nonfinite = raise_on_nonfinite
         self.layout = layout
         self.layer = layer
@@ -78,6 +87,7 @@ class LayerCache:
         self._k = _Part(ops, layout.k, layout.k_dim, shape, dtype, k_rotation)
         self._v = _Part(ops, layout.v, layout.v_dim, shape, dtype, v_rotation)
         self._folded_rows = 0
+        self._first_rows = window.sink_tokens  # of the oldest rows: those that may become sinks at the first fold
 
     @property
     def rows_folded(self) -> int:
@@ -116,10 +126,14 @@ class LayerCache:
     def attend(self, q: Array, scale: float, window: int | None = None) -> Array:
         """Attention of ``q`` [B, Hq, n, k_dim], the queries of the newest n rows, over all live rows.
 
-        Causal among the newest rows; with ``window`` a query sees its own and the ``window`` - 1 rows before it.
-        Returns [B, Hq, n, v_dim] in q's dtype.
+        Causal among the newest rows; with ``window`` a query sees its own and the ``window`` - 1 rows before it. A cap
+        hides what it would have dropped by then. Returns [B, Hq, n, v_dim] in q's dtype.
         """
-        return self._kernels.attend(self._ops, q, self.view(), scale, window)
+        view, cap = self.view(), self._cap
+        if cap is not None and view.tokens > cap.tokens:
+            window = cap.window if window is None else min(window, cap.window)
+            view = replace(view, keep=cap.keep)
+        return self._kernels.attend(self._ops, q, view, scale, window)
 
     def commit(self) -> int:
         """Fold the oldest raw rows, whole pages at a time, where the window policy says so; returns their number."""
@@ -129,7 +143,7 @@ class LayerCache:
         if self._raise_on_nonfinite:  # before either part changes
             self._check_finite(self._k, "K", rows)
             self._check_finite(self._v, "V", rows)
-        new_sinks = max(0, self._window.sink_tokens - self._folded_rows)
+        new_sinks = min(self._first_rows, rows) if self._folded_rows == 0 else 0
         for part in (self._k, self._v):
             tail = part.tail.live()
             part.sinks.append(tail[:, :, :new_sinks])
@@ -153,6 +167,50 @@ class LayerCache:
             part.sinks.truncate(min(part.sinks.length, self._folded_rows))
             for buffer in part.folded.values():
                 buffer.truncate(self._folded_rows)
+        if self._folded_rows == 0 and self.tokens <= self._first_rows:
+            self._first_rows = self._window.sink_tokens
+
+    def drop(self, first: int, count: int) -> None:
+        """Forget ``count`` rows from live row ``first`` on; the others stay as they are stored.
+
+        Sinks behind the hole are read from their codes from now on.
+        """
+        if first < 0 or count < 0 or first + count > self.tokens:
+            raise InputError(f"cannot drop {count} rows from row {first} on: the cache holds {self.tokens}")
+        if first + count == self.tokens:
+            self.trim(count)
+            return
+        from_folded = max(0, min(first + count, self._folded_rows) - first)
+        in_tail = max(0, first - self._folded_rows)
+        for part in (self._k, self._v):
+            if count:
+                part.sinks.truncate(min(part.sinks.length, first))
+            for buffer in part.folded.values():
+                buffer.drop(first, from_folded)
+            part.tail.drop(in_tail, count - from_folded)
+        self._folded_rows -= from_folded
+        if count:
+            self._first_rows = min(self._first_rows, first)
+
+    def load(self, view: KVView, first_rows: int, folding: bool) -> None:
+        """Take the rows of ``view`` into this empty layer: see `RowStorage.load`."""
+        self._folded_rows, self._first_rows = view.folded, first_rows
+        self.folding = folding and self.layout.quantized
+        for part, planes, sinks, tail in (
+            (self._k, view.k_planes, view.sink_k, view.tail_k),
+            (self._v, view.v_planes, view.sink_v, view.tail_v),
+        ):
+            part.tail.append(self._ops.asarray(tail))
+            if sinks is not None:
+                part.sinks.append(self._ops.asarray(sinks))
+            for name, buffer in part.folded.items():
+                if view.folded:
+                    buffer.append(self._ops.asarray(planes[name]))
+
+    def fork(self) -> LayerCache:
+        other = copy(self)
+        other._k, other._v = self._k.fork(), self._v.fork()
+        return other
 
     def view(self) -> KVView:
         """The live rows as attention reads them."""

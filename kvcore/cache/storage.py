@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self, runtime_checkable
 
 from kvcore.layout import CacheStats, KVView, Layout
 from kvcore.ops import Array
@@ -54,3 +54,22 @@ class Storage(Protocol):
 
     def arrays(self) -> list[Array]:
         """Every array that holds rows, for a backend that must be told to evaluate them."""
+
+
+@runtime_checkable
+class RowStorage(Storage, Protocol):
+    """A storage whose rows can do more than come and go."""
+
+    def drop(self, first: int, count: int) -> None:
+        """Forget ``count`` rows of every layer from live row ``first`` on. The others stay as they are stored.
+        InputError where there are fewer."""
+
+    def load(self, views: Sequence[KVView], first_rows: int, folding: bool) -> None:
+        """Take the rows of ``views``, one of each layer, into this empty storage; raw rows are converted to its dtype.
+
+        ``first_rows``: the oldest rows of which the first fold may make sinks (fewer than the window's sink tokens
+        where a hole follows them). ``folding``: whether the hand-over of a delegated mode has been made.
+        """
+
+    def fork(self) -> Self:
+        """The same rows again, at the cost of no copy until one of the two writes."""

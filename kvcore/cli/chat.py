@@ -16,7 +16,7 @@ from kvcore.cli.conversation import Conversation
 from kvcore.cli.generate import explain, stream
 from kvcore.cli.prompt import decode_stdin, without_line_break
 from kvcore.cli.result import Result, cache_line, kernel_line
-from kvcore.cli.session import Settings, choose_mode, load_model, uses_template
+from kvcore.cli.session import Settings, choose_mode, load_model, note_cap, uses_template
 from kvcore.cli.terminal import note
 from kvcore.errors import InputError, KvcoreError
 from kvcore.generate import Generation
@@ -28,14 +28,25 @@ COMMANDS = "/reset starts a new conversation, /stats shows the cache, /exit leav
 def chat(settings: Settings) -> None:
     """Read a line, answer it, until /exit or the end of input."""
     params = settings.sampling_params()
-    choice = choose_mode(settings.mode)
+    choice, cap = choose_mode(settings.mode), settings.cap()
+    settings.check_life()
     raw, system = settings.text.raw, settings.text.system
     model = load_model(settings, choice.mode)
     raw = not uses_template(model, raw)
     if raw and system is not None:
         raise InputError("--system needs a chat template: leave out --raw, or give --chat-template FILE")
     step = settings.text.prefill_step_size
-    conversation = Conversation(model, params, system=system, raw=raw, prefill_step=step)
+    note_cap(settings, choice.mode)
+    conversation = Conversation(
+        model,
+        params,
+        system=system,
+        raw=raw,
+        prefill_step=step,
+        cap=cap,
+        shifts=settings.shifts,
+        prompt_cache=settings.life.prompt_cache,
+    )
     Chat(settings, model, conversation, choice.requested).run()
 
 
@@ -107,8 +118,8 @@ class Chat:
             print(json.dumps(result.to_dict(), ensure_ascii=False), flush=True)
         note(result.lines()[0])
         if self._conversation.full:
-            limit = self._model.config.max_position
-            note(f"the model's context of {limit} tokens is full: /reset starts a new one")
+            name, limit = self._conversation.limit_name, self._conversation.limit
+            note(f"{name} of {limit} tokens is full: /reset starts a new one")
 
 
 class Lines:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import takewhile
 
 from kvcore.cache import Cache
 from kvcore.errors import InputError
 from kvcore.generate import Generation
-from kvcore.runtime import Model
+from kvcore.layout import DEFAULT_KEEP, Cap
+from kvcore.runtime import Model, common_prefix
 from kvcore.sampling import SamplingParams
 
 Message = dict[str, str]
@@ -23,12 +23,27 @@ class Conversation:
     """
 
     def __init__(
-        self, model: Model, params: SamplingParams, *, system: str | None, raw: bool, prefill_step: int
+        self,
+        model: Model,
+        params: SamplingParams,
+        *,
+        system: str | None,
+        raw: bool,
+        prefill_step: int,
+        cap: Cap | None = None,
+        shifts: bool = True,
+        prompt_cache: str | None = None,
     ) -> None:
         self._model, self._params, self._raw, self._prefill_step = model, params, raw, prefill_step
+        self._cap, self._shifts = cap, shifts
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self._ids: list[int] = []  # the tokens whose rows the cache holds
-        self._cache = model.new_cache()
+        self._ids: list[int] = []  # the tokens that the cache has seen
+        if prompt_cache is None:
+            self._cache = self._new_cache()
+        else:
+            size, keep = self._cap_of_cache()
+            self._cache, tokens = model.load_cache(prompt_cache, max_kv_size=size, keep=keep)
+            self._ids = list(tokens)
         self.messages = list(self._system)
 
     def reset(self) -> None:
@@ -43,7 +58,18 @@ class Conversation:
     @property
     def full(self) -> bool:
         """Whether no further token fits into the model's context."""
-        return len(self._ids) + 1 >= self._model.config.max_position
+        return len(self._ids) + 1 >= self.limit
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of the conversation."""
+        most = self._model.config.max_position
+        return most if self._cap is None or self._shifts else min(most, self._cap.tokens)
+
+    @property
+    def limit_name(self) -> str:
+        own = self.limit == self._model.config.max_position
+        return "the model's context" if own else "--max-kv-size without a context shift"
 
     @contextmanager
     def turn(self, text: str) -> Iterator[Generation]:
@@ -66,17 +92,21 @@ class Conversation:
 
     def _start(self, messages: list[Message]) -> Generation:
         ids = self._encode(messages)
-        limit = self._model.config.max_position
-        if len(ids) >= limit:
+        if len(ids) >= self.limit:
             raise InputError(
-                f"with this message the conversation has {len(ids)} tokens, the model's context holds {limit}: "
+                f"with this message the conversation has {len(ids)} tokens, {self.limit_name} holds {self.limit}: "
                 "/reset starts a new one, or send a shorter message"
             )
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._ids, strict=False)))
-        shared = min(shared, len(ids) - 1)  # the last token's logits are needed
-        self._cache.trim(self._cache.offset - shared)
-        self._ids = self._ids[:shared]
-        return self._model.generate(ids, self._params, cache=self._cache, prefill_step=self._prefill_step)
+        shared = min(common_prefix(ids, self._ids), len(ids) - 1)  # the last token's logits are needed
+        self._ids = self._ids[: self._cache.rewind(shared)]
+        return self._model.generate(
+            ids,
+            self._params,
+            cache=self._cache,
+            prefill_step=self._prefill_step,
+            max_kv_size=None if self._cap is None else self._cap.tokens,
+            context_shift=self._shifts,
+        )
 
     def _encode(self, messages: list[Message]) -> list[int]:
         if self._raw:
@@ -84,5 +114,15 @@ class Conversation:
         return self._model.encode(messages)
 
     def _forget_rows(self) -> None:
-        self._cache = self._model.new_cache()
+        self._cache = self._new_cache()
         self._ids = []
+
+    def _new_cache(self) -> Cache:
+        size, keep = self._cap_of_cache()
+        return self._model.new_cache(max_kv_size=size, keep=keep)
+
+    def _cap_of_cache(self) -> tuple[int | None, int]:
+        """What `Model.new_cache` takes: no cap where the context may not shift, for then nothing is ever dropped."""
+        if self._cap is None or not self._shifts:
+            return None, DEFAULT_KEEP
+        return self._cap.tokens, self._cap.keep

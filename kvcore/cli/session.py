@@ -9,6 +9,7 @@ from pathlib import Path
 from kvcore.cli.options import (
     BackendOptions,
     CommonOptions,
+    LifeOptions,
     ModelOption,
     ModeOptions,
     SamplingOptions,
@@ -17,7 +18,7 @@ from kvcore.cli.options import (
 )
 from kvcore.cli.terminal import note, progress_bar
 from kvcore.errors import InputError
-from kvcore.layout import WindowPolicy
+from kvcore.layout import Cap, WindowPolicy
 from kvcore.modes import MODES, Mode, mode_from_bits, mode_from_codecs, resolve_mode
 from kvcore.runtime import Model, load
 from kvcore.sampling import SamplingParams
@@ -41,7 +42,26 @@ class Settings:
     text: TextOptions
     backend: BackendOptions
     window: WindowOptions
+    life: LifeOptions
     common: CommonOptions
+
+    def cap(self) -> Cap | None:
+        """The cap that the options mean. InputError where they contradict each other."""
+        life = self.life
+        if life.context_shift not in ("on", "off"):
+            raise InputError(f"--context-shift {life.context_shift}: choose on or off")
+        return None if life.max_kv_size is None else Cap(life.max_kv_size, life.keep)
+
+    def check_life(self) -> None:
+        """InputError where the options of a cache's life cannot be met: before a model is loaded."""
+        self.cap()
+        path = self.life.prompt_cache
+        if path is not None and not Path(path).expanduser().is_file():
+            raise InputError(f"--prompt-cache {path}: there is no such file; make one with kvcore cache-prompt")
+
+    @property
+    def shifts(self) -> bool:
+        return self.life.context_shift == "on"
 
     def sampling_params(self) -> SamplingParams:
         o = self.sampling
@@ -63,6 +83,9 @@ class Settings:
         said = []
         if changed and not mode.quantized:
             said.append(f"{', '.join(changed)}: no effect in mode {mode.name}, where every row stays raw")
+        life = self.life
+        if life.max_kv_size is None and (life.keep != LifeOptions().keep or not self.shifts):
+            said.append("--keep, --context-shift: no effect without --max-kv-size")
         drawn = [
             f"--{name.replace('_', '-')}"
             for name in ("top_p", "top_k", "min_p", "seed")
@@ -131,6 +154,17 @@ def load_model(settings: Settings, mode: Mode) -> Model:
             f"nothing of mode {mode.name} remains"
         )
     return model
+
+
+def note_cap(settings: Settings, mode: Mode) -> None:
+    """Say where a cap leaves nothing to quantize."""
+    cap, window = settings.cap(), window_policy(settings.window)
+    if cap is not None and settings.shifts and mode.quantized and cap.never_folds(window):
+        whole = window.sink_tokens + window.recent_tokens + window.page_size
+        note(
+            f"--max-kv-size {cap.tokens} is below {whole} (sink, recent and page tokens): rows of mode {mode.name} "
+            "stay raw while tokens come one by one"
+        )
 
 
 def uses_template(model: Model, raw: bool) -> bool:

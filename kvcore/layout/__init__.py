@@ -5,14 +5,16 @@ from kvcore.layout.planes import CODECS, Codec, Layout, Plane
 from kvcore.layout.rotation import Rotation, hadamard_dct, rotation_signs
 from kvcore.layout.storage import CacheShape, CacheStats
 from kvcore.layout.view import KVView
-from kvcore.layout.window import WindowPolicy
+from kvcore.layout.window import DEFAULT_KEEP, Cap, WindowPolicy
 
 __all__ = [
     "CODECS",
+    "DEFAULT_KEEP",
     "TURBO3",
     "TURBO4",
     "CacheShape",
     "CacheStats",
+    "Cap",
     "Codebook",
     "Codec",
     "KVView",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from kvcore.layout.planes import Layout
-from kvcore.layout.window import WindowPolicy
+from kvcore.layout.window import Cap, WindowPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """What storage is made for. ``layout`` is that of folded rows; with ``delegated`` nothing folds before the
-    hand-over. ``capacity`` tokens are expected: a hint, for storage that can reserve them. ``name`` is for messages."""
+    hand-over. ``capacity`` tokens are expected: a hint, for storage that can reserve them. With a ``cap``, queries see
+    what it lets them see. ``name`` is for messages."""
 
     name: str
     layout: Layout
@@ -23,6 +24,7 @@ class CacheShape:
     window: WindowPolicy
     batch: int
     capacity: int | None = None
+    cap: Cap | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ class KVView:
     sink_k, sink_v     [B, Hkv, sinks, D] compute dtype (None where no row is folded)
     k_planes, v_planes plane name -> [B, Hkv, folded, width]; rows below ``sinks`` are shadowed by the raw sinks
     tail_k, tail_v     [B, Hkv, T, D] compute dtype; the newest rows, those of the current step included
+    keep               a sliding window of attention never hides the first ``keep`` rows
     """
 
     layout: Layout
@@ -32,6 +33,7 @@ class KVView:
     tail_v: Array
     k_rotation: Rotation | None
     v_rotation: Rotation | None
+    keep: int = 0
 
     @property
     def tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The window policy: which rows stay raw, and when rows are folded into the quantized form."""
+"""Policies of a cache's rows: which stay raw and when others fold, and how many may live."""
 
 from __future__ import annotations
 
@@ -41,3 +41,36 @@ class WindowPolicy:
 
     def is_raw_layer(self, layer: int, num_layers: int) -> bool:
         return layer < self.boundary_layers or layer >= num_layers - self.boundary_layers
+
+
+DEFAULT_KEEP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """At most ``tokens`` rows live: the first ``keep`` and the newest.
+
+    A query at live row t sees the rows j < ``keep`` and t - ``window`` < j <= t, in prefill as in decode.
+    """
+
+    tokens: int
+    keep: int = DEFAULT_KEEP
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise InputError(f"max_kv_size {self.tokens}: must be 1 or more")
+        if self.keep < 0:
+            raise InputError(f"keep {self.keep}: must be 0 or more")
+        if self.keep >= self.tokens:
+            raise InputError(
+                f"keep {self.keep}: must be below max_kv_size {self.tokens}, so that newer tokens have room"
+            )
+
+    @property
+    def window(self) -> int:
+        """The newest rows that a query sees, its own included, beside the kept ones."""
+        return self.tokens - self.keep
+
+    def never_folds(self, window: WindowPolicy) -> bool:
+        """Whether every row stays raw: the raw tail never gets long enough to fold."""
+        return self.tokens < window.sink_tokens + window.recent_tokens + window.page_size

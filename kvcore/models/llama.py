@@ -9,10 +9,11 @@ import numpy as np
 
 from kvcore.backends import Backend
 from kvcore.cache import Cache, CacheLayer
+from kvcore.errors import InputError
 from kvcore.models.config import LlamaConfig
 from kvcore.models.rope import rope_inv_freq
 from kvcore.ops import Array, Ops
-from kvcore.weights import Checkpoint
+from kvcore.weights import Checkpoint, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +58,26 @@ def load_params(
     checkpoint: Checkpoint,
     dtype: str,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
+    seen: Callable[[str, Weight], None] = lambda _name, _weight: None,
 ) -> LlamaParams:
-    """Read every weight into the backend. ``progress(done, total)`` counts layers.
+    """Read every weight into the backend. ``progress(done, total)`` counts layers; ``seen`` gets each weight as the
+    checkpoint has it.
 
     Raises ModelError where a weight is missing or of the wrong shape.
     """
     ops, config = backend.ops, checkpoint.config
     names = set(checkpoint.names())
 
+    def read(name: str) -> Weight:
+        weight = checkpoint.load(name)
+        seen(name, weight)
+        return weight
+
     def matrix(name: str) -> Array:
-        return ops.prepare_linear(checkpoint.load(name), dtype)
+        return ops.prepare_linear(read(name), dtype)
 
     def vector(name: str) -> Array:
-        return ops.asarray(checkpoint.load(name).dequantize(), dtype)
+        return ops.asarray(read(name).dequantize(), dtype)
 
     def linear(prefix: str) -> Linear:
         bias = vector(f"{prefix}.bias") if f"{prefix}.bias" in names else None
@@ -116,11 +124,26 @@ def forward(
     """Run ``ids`` int [B, T] at the cache's offset; their rows go into the cache.
 
     Returns float32 logits [B, T, vocab], or [B, 1, vocab] of the last position unless ``all_logits``.
-    ``commit=False`` leaves folding to the caller (`Cache.commit`), for speculative verification.
+    ``commit=False`` leaves folding to the caller (`Cache.commit`), for speculative verification. More ids than a capped
+    cache takes in a step (`Cache.step_limit`) run as several steps; InputError where those may not be committed.
     """
+    count, limit = int(ids.shape[1]), cache.step_limit
+    if limit is None or count <= limit:
+        return _step(ops, config, params, ids, cache, all_logits, commit)
+    if not commit:
+        raise InputError(f"{count} tokens without a commit: a cap of this size takes at most {limit} in a step")
+    starts = range(0, count, limit)
+    logits = [_step(ops, config, params, ids[:, i : i + limit], cache, all_logits, True) for i in starts]
+    return ops.concat(logits, 1) if all_logits else logits[-1]
+
+
+def _step(
+    ops: Ops, config: LlamaConfig, params: LlamaParams, ids: np.ndarray, cache: Cache, all_logits: bool, commit: bool
+) -> Array:
+    cache.begin_step(int(ids.shape[1]))
     x = ops.embed(ops.asarray(np.asarray(ids), "int32"), params.embedding)
-    start = cache.offset
-    angles = _angles(ops, params.inv_freq, start, ids.shape[1])
+    start = cache.tokens
+    angles = _angles(ops, params.inv_freq, cache.offset, ids.shape[1])
     try:
         for layer, rows in zip(params.layers, cache.layers, strict=True):
             x = x + _attention(ops, config, layer, ops.rms_norm(x, layer.input_norm, config.rms_norm_eps), angles, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -122,6 +123,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included; a model's embedding may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def digest(self) -> str:
+        """A hash of everything that decides which ids a text gets."""
+        return hashlib.blake2b(self._backend.to_str().encode() + b"%d" % self.adds_bos, digest_size=16).hexdigest()
 
     @property
     def has_chat_template(self) -> bool:

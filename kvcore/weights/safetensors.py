@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -29,6 +29,7 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "U32": np.dtype("<u4"),
 }
+CODE_DTYPES = {"I32": np.dtype("<i4"), "I8": np.dtype("i1"), "U8": np.dtype("u1")}  # of cache files, not of weights
 _OTHER_SIZES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | _OTHER_SIZES
 
@@ -48,16 +49,17 @@ class SafetensorsFile:
     path: Path
     data: npt.NDArray[np.uint8]
     entries: Mapping[str, Entry]
+    metadata: Mapping[str, object] = field(default_factory=dict)
 
-    def array(self, name: str) -> npt.NDArray[np.generic]:
+    def array(self, name: str, dtypes: Mapping[str, np.dtype[Any]] = DTYPES) -> npt.NDArray[np.generic]:
         """A read-only view of the file (a copy where the file is not aligned). ModelError for other dtypes."""
         entry = self.entries[name]
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in dtypes:
             raise ModelError(
                 f"{self.path}: {quoted(name)} has dtype {quoted(entry.dtype)}, not supported "
-                f"(supported: {', '.join(DTYPES)})"
+                f"(supported: {', '.join(dtypes)})"
             )
-        flat: npt.NDArray[np.generic] = self.data[entry.start : entry.end].view(DTYPES[entry.dtype])
+        flat: npt.NDArray[np.generic] = self.data[entry.start : entry.end].view(dtypes[entry.dtype])
         return (flat if flat.flags.aligned else flat.copy()).reshape(entry.shape)
 
 
@@ -75,13 +77,13 @@ def open_safetensors(path: Path) -> SafetensorsFile:
     if start > data.size:
         raise ModelError(f"{path} is truncated: its header needs {start} bytes, the file has {data.size}")
     header = parse_json(data[8:start].tobytes(), f"{path}: the safetensors header")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     entries = {name: _entry(value, start, f"{path}: {quoted(name)}") for name, value in header.items()}
     needed = max((entry.end for entry in entries.values()), default=start)
     if needed > data.size:
         raise ModelError(f"{path} is truncated: its tensors need {needed} bytes, the file has {data.size}")
     _check_overlap(entries, path)
-    return SafetensorsFile(path, data, entries)
+    return SafetensorsFile(path, data, entries, metadata if isinstance(metadata, dict) else {})
 
 
 def _entry(value: object, start: int, where: str) -> Entry:
@@ -114,8 +116,9 @@ def _check_overlap(entries: Mapping[str, Entry], path: Path) -> None:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, npt.NDArray[np.generic]], metadata: Mapping[str, str]) -> None:
-    """Write arrays of the dtypes in ``DTYPES``. Wider elements come first, so that every array is aligned."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    """Write arrays of the dtypes in ``DTYPES`` and ``CODE_DTYPES``. Wider elements come first, so that every array is
+    aligned."""
+    names = {dtype: name for name, dtype in (DTYPES | CODE_DTYPES).items()}
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0

@@ -15,7 +15,7 @@ import kvcore
 from kvcore.cli import options
 from kvcore.modes import MODES
 
-COMMANDS = ("generate", "chat", "doctor", "advise", "convert")
+COMMANDS = ("generate", "chat", "doctor", "advise", "convert", "eval")
 
 
 def declared() -> Iterator[tuple[Field[Any], Any]]:

@@ -20,18 +20,20 @@ LAYERS = (
     ("cache",),
     ("attention",),
     ("weights", "text", "models", "sampling"),
+    ("promptcache",),
     ("generate",),
     ("runtime", "advise"),
-    ("cli", "bench"),
+    ("cli", "bench", "eval"),
+    ("integrations",),
     ("__main__",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 # What a backend may import beside its own folder: whole packages, or one module of a package.
 BACKEND_IMPORTS = ("errors", "ops", "layout", "registry", "backends.load", "weights.types")
-# Each framework belongs to its backend; benchmarks measure beside it.
+# Each framework belongs to its backend; benchmarks measure beside it, and integrations live inside its libraries.
 FRAMEWORKS = {"torch": "backends.cuda", "triton": "backends.cuda", "mlx": "backends.metal"}
-MEASURING = "bench"
+BESIDE = ("bench", "integrations")
 
 
 def source_tree() -> dict[str, str]:
@@ -76,7 +78,7 @@ def imports(name: str, source: str, *, is_package: bool) -> Iterator[str]:
 def against(name: str, target: str) -> str | None:
     """Why module ``name`` may not import ``target``; None where it may."""
     package, _, inner = target.partition(".")
-    if package in FRAMEWORKS and not (within(name, FRAMEWORKS[package]) or within(name, MEASURING)):
+    if package in FRAMEWORKS and not (within(name, FRAMEWORKS[package]) or any(within(name, each) for each in BESIDE)):
         return f"{package} belongs to {FRAMEWORKS[package]}"
     if package != "kvcore":
         return None
@@ -132,6 +134,7 @@ def test_the_tree_that_is_checked_is_the_package() -> None:
         ("runtime", "from kvcore.cli import app", "cli is above runtime"),
         ("cache.layer", "import torch.nn", "torch belongs to backends.cuda"),
         ("models.llama", "from mlx.core import array", "mlx belongs to backends.metal"),
+        ("cli.app", "from kvcore.integrations import rows", "integrations is above cli"),
         ("shiny", "from kvcore.errors import InputError", "shiny has no place in the layers"),
         ("cache.rows", "from kvcore.shiny import light", "shiny has no place in the layers"),
     ],
@@ -148,6 +151,7 @@ def test_a_reversed_arrow_is_found(name: str, source: str, reason: str) -> None:
         ("backends.cuda", "import torch\nfrom kvcore.backends.load import Backend\nfrom .ops import TorchOps"),
         ("backends.metal.ops", "import mlx.core as mx\nfrom kvcore.weights.types import AffineWeight"),
         ("bench.peers", "import torch\nfrom kvcore.backends.cuda.ops import TorchOps"),
+        ("integrations.mlx_lm.cache", "import mlx.core as mx\nfrom kvcore.attention import decide"),
         ("attention", "import numpy\nfrom kvcore import backends, cache"),
         ("weights.checkpoint", "from kvcore.models.config import LlamaConfig"),
         ("models.llama", "from kvcore.weights import Checkpoint"),

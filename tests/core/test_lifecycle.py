@@ -1,4 +1,4 @@
-"""Any order of appends, commits and trims, against a plain list that knows what each row should be."""
+"""Any order of appends, commits, trims and holes, against a plain list that knows what each row should be."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 from oracle import attend, decoded, exact_attention, gaussian, new_cache, relative_error
 
 from kvcore.backends import Backend, load_backend
+from kvcore.cache import Cache
 from kvcore.layout import WindowPolicy
 from kvcore.modes import MODES
 
@@ -36,7 +37,9 @@ class Lifecycle(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[np.ndarray, np.ndarray]] = []
-        self.folded = self.sinks = self.pending = self.made = 0
+        self.positions: list[int] = []
+        self.idle: list[tuple[Cache, list[np.ndarray]]] = []
+        self.folded = self.sinks = self.pending = self.made = self.offset = 0
 
     @initialize(
         mode=st.sampled_from(sorted(MODES)),
@@ -46,10 +49,11 @@ class Lifecycle(RuleBasedStateMachine):
     )
     def create(self, mode: str, page: int, recent: int, sinks: int) -> None:
         self.window = WindowPolicy(sinks, recent, page)
+        self.first = sinks  # oldest rows that may become sinks
         self.mode = MODES[mode]
         self.folding = self.mode.quantized and not self.mode.delegated
         shape: dict[str, Any] = {"heads": (2, 1), "dim": DIM, "layers": 2, "batch": 2, "window": self.window}
-        self.cache = new_cache(self.backend, mode, **shape)
+        self.cache, self.shape = new_cache(self.backend, mode, **shape), shape
 
     @rule(count=st.integers(1, 20))
     def append(self, count: int) -> None:
@@ -58,13 +62,24 @@ class Lifecycle(RuleBasedStateMachine):
         for layer in self.cache.layers:
             layer.append(self.backend.ops.asarray(k), self.backend.ops.asarray(v))
         self.rows += [(k[:, :, i], v[:, :, i]) for i in range(count)]
+        self.positions += range(self.offset, self.offset + count)
+        self.offset += count
         self.pending += count
 
     def fold(self) -> None:
         while self.folding and len(self.rows) - self.folded >= self.window.recent_tokens + self.window.page_size:
+            self.sinks = self.sinks if self.folded else min(self.first, self.window.page_size)
             self.folded += self.window.page_size
-            self.sinks = self.window.sink_tokens
         self.pending = 0
+
+    def forget(self, count: int) -> None:
+        left = len(self.rows) - count
+        self.rows, self.positions = self.rows[:left], self.positions[:left]
+        self.folded = min(self.folded, left)
+        self.sinks = min(self.sinks, self.folded)
+        self.pending = max(0, self.pending - count)
+        if self.folded == 0 and left <= self.first:
+            self.first = self.window.sink_tokens
 
     @rule()
     def commit(self) -> None:
@@ -76,17 +91,53 @@ class Lifecycle(RuleBasedStateMachine):
     def accept(self, data: st.DataObject) -> None:
         accepted = data.draw(st.integers(0, self.pending))
         self.cache.commit(accepted, self.pending)
-        self.rows = self.rows[: len(self.rows) - (self.pending - accepted)]
+        self._trimmed(self.pending - accepted)
         self.fold()
 
     @rule(share=st.floats(0, 1))
     def trim(self, share: float) -> None:
         count = int(share * len(self.rows))
         self.cache.trim(count)
-        self.rows = self.rows[: len(self.rows) - count]
-        self.folded = min(self.folded, len(self.rows))
-        self.sinks = min(self.sinks, self.folded)
-        self.pending = max(0, self.pending - count)
+        self._trimmed(count)
+
+    def _trimmed(self, count: int) -> None:
+        """The next row comes right behind the last one that stays."""
+        self.forget(count)
+        if count:
+            self.offset = self.positions[-1] + 1 if self.positions else 0
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """Rows in the middle go; sinks behind the hole are sinks no more. The next position stays."""
+        first = data.draw(st.integers(0, len(self.rows)))
+        count = data.draw(st.integers(0, len(self.rows) - first))
+        self.cache.drop(first, count)
+        if first + count == len(self.rows):
+            self.forget(count)
+        elif count:
+            self.folded -= max(0, min(first + count, self.folded) - first)
+            del self.rows[first : first + count], self.positions[first : first + count]
+            self.pending = min(self.pending, len(self.rows))
+            self.sinks, self.first = min(self.sinks, first), min(self.first, first)
+
+    @rule(keep_old=st.booleans())
+    def fork(self, keep_old: bool) -> None:
+        """Go on with one of two; the other is looked at in the end."""
+        other = self.cache.fork()
+        self.cache, idle = (self.cache, other) if keep_old else (other, self.cache)
+        self.idle.append((idle, [self.backend.ops.to_numpy(rows).copy() for rows in idle.dense(0)]))
+
+    @rule()
+    def restore(self) -> None:
+        """Through canonical rows into a new cache."""
+        rows = self.cache.export()
+        self.cache = new_cache(self.backend, self.mode.name, **self.shape)
+        self.cache.load(rows)
+
+    def teardown(self) -> None:
+        for cache, rows in self.idle:
+            for got, want in zip(cache.dense(0), rows, strict=True):
+                assert np.array_equal(self.backend.ops.to_numpy(got), want)
 
     @rule()
     def begin_decode(self) -> None:
@@ -105,7 +156,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     @invariant()
     def regions_are_those_of_the_model(self) -> None:
-        assert self.cache.offset == len(self.rows)
+        assert (self.cache.tokens, self.cache.offset) == (len(self.rows), self.offset)
         for layer in self.cache.layers:
             assert (layer.rows_sinks, layer.rows_folded) == (self.sinks, self.folded)
         raw = (self.sinks + len(self.rows) - self.folded) * 2 * DIM * 4

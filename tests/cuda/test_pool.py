@@ -434,9 +434,12 @@ def test_a_page_with_a_hole_stands_twice_and_folds_as_it_is() -> None:
     assert raw.free_pages == 10
     tables.extend({0: 300})
     tables.upload()
-    assert int(tables.fold_at[0]) == WINDOW.recent_tokens + PAGE + 50
+    assert int(tables.fold_at[0]) == WINDOW.recent_tokens + PAGE + 108 + 50, "slots of 256 live rows"
     tables.commit()
     assert ranges(tables, "ranges", 2) == [(4, 20), (50, 128)]
+    assert tables.rows_folded(0) == 20 + 78
+    tables.extend({0: 0})
+    tables.commit()
     assert tables.rows_folded(0) == 20 + 78 + 128
     assert int(tables.positions[0]) == 500
     tables.release(0)

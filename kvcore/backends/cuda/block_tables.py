@@ -193,7 +193,7 @@ class BlockTables:
                 continue
             first = not sequence.native
             done = sequence.fold()
-            if first and self._window.sink_tokens > 0 and sequence.native[0].first == 0:
+            if first and self._window.sink_tokens > 0 and not sequence.headless and sequence.native[0].first == 0:
                 sequence.sink_page = done.pop(0)
             self._raw.free(done)
             self._changed.add(row)
@@ -202,16 +202,52 @@ class BlockTables:
         """Let the sequence fold from the next `extend` on, which may add no rows. ``undo``: that found no room."""
         self._rows[row].folding = self._native is not None and not undo
 
+    def fill(self, row: int, native: Sequence[int], raw: Sequence[int], *, sinks: bool, headless: bool) -> None:
+        """Give the empty sequence pages of its own with so many rows each, oldest first, and one for ``sinks``.
+
+        KvcoreError where a pool has too few pages, InputError where the table has too few entries; nothing has changed
+        then.
+        """
+        if max(len(native), len(raw)) > self.width:
+            raise InputError(f"{max(len(native), len(raw))} pages do not fit into a table of {self.width} entries")
+        self._raw.require(len(raw) + sinks)
+        sequence = PagedRows(folding=self._rows[row].folding, headless=headless)
+        if native and self._native is not None:
+            pages = self._native.alloc(len(native))
+            sequence.native = [Entry(page, 0, count) for page, count in zip(pages, native, strict=True)]
+        sequence.raw = [Entry(page, 0, count) for page, count in zip(self._raw.alloc(len(raw)), raw, strict=True)]
+        sequence.sink_page = self._raw.alloc()[0] if sinks else None
+        sequence.recount()
+        sequence.position = sequence.rows
+        self._rows[row] = sequence
+        self._changed.add(row)
+
     def fork(self, source: int, target: int) -> None:
         """Let the empty ``target`` hold what ``source`` holds; pages are shared until one of them writes."""
         origin = self._rows[source]
         if self._rows[target].rows or origin.coming:
             raise ValueError("fork needs an empty target, and no step under way")
-        self._raw.share([*(entry.page for entry in origin.raw), *_sink_pages(origin)])
-        if self._native is not None:
-            self._native.share(entry.page for entry in origin.native)
+        self._share(origin)
         self._rows[target] = origin.copy()
         self._changed.add(target)
+
+    def copy(self) -> BlockTables:
+        """Other tables, over the same pools, that share every page: whoever writes first copies. ValueError within a
+        step that folds."""
+        if any(sequence.coming for sequence in self._rows):
+            raise ValueError("a copy needs tables without a step under way")
+        count, tokens = len(self._rows), self.width * PAGE
+        other = BlockTables(count, tokens, self._window, self._raw, self._native, self._device)
+        for sequence in self._rows:
+            self._share(sequence)
+        other._folding = self._folding
+        other._rows = [sequence.copy() for sequence in self._rows]
+        return other
+
+    def _share(self, sequence: PagedRows) -> None:
+        self._raw.share([*(entry.page for entry in sequence.raw), *_sink_pages(sequence)])
+        if self._native is not None:
+            self._native.share(entry.page for entry in sequence.native)
 
     def trim(self, row: int, count: int) -> None:
         """Forget the newest ``count`` rows: raw ones first, then folded ones. A page that is cut stays folded with
@@ -249,11 +285,28 @@ class BlockTables:
             self.trim(row, count)
             sequence.position = position
             return
-        native = carve(sequence.native, first, first + count)
-        raw = carve(sequence.raw, first - sequence.rows_folded, first + count - sequence.rows_folded)
-        if max(len(native), len(raw)) > self.width:
-            raise InputError(f"cannot drop {count} rows: a page with a hole needs an entry more than {self.width}")
-        self._replace(row, native, raw)
+        if count == 0:
+            return
+        cuts, at = [], first
+        for pool, entries, rows in (
+            (self._native, sequence.native, sequence.rows_folded),
+            (self._raw, sequence.raw, sequence.rows - sequence.rows_folded),
+        ):
+            start, stop = (min(max(edge, 0), rows) for edge in (at, at + count))
+            where, pieces = carve(entries, start, stop) if start < stop else (slice(0, 0), [])
+            if len(entries) - (where.stop - where.start) + len(pieces) > self.width:
+                raise InputError(f"cannot drop {count} rows: a page with a hole needs an entry more than {self.width}")
+            cuts.append((pool, entries, where, pieces, stop - start))
+            at, count = (at - rows if at > rows else 0), count - (stop - start)
+        for pool, entries, where, pieces, gone in cuts:
+            if pool is not None and gone:
+                pool.share(entry.page for entry in pieces)
+                pool.free(entry.page for entry in entries[where])
+                entries[where] = pieces
+            sequence.rows -= gone
+        sequence.rows_folded -= cuts[0][-1]
+        sequence.headless |= first == 0
+        self._without_sinks(row)
 
     def _replace(self, row: int, native: list[Entry], raw: list[Entry]) -> None:
         """New entries for the same pages or fewer, with their references, and sinks only where they still are."""
@@ -264,10 +317,24 @@ class BlockTables:
                 pool.free(entry.page for entry in old)
         sequence.native, sequence.raw = native, raw
         sequence.recount()
-        if not native or native[0].first > 0:
+        sequence.headless &= sequence.rows > 0
+        self._without_sinks(row)
+
+    def _without_sinks(self, row: int) -> None:
+        """No sinks where their rows are gone."""
+        sequence = self._rows[row]
+        if not sequence.native or sequence.native[0].first > 0 or sequence.headless:
             self._raw.free(_sink_pages(sequence))
             sequence.sink_page = None
         self._changed.add(row)
+
+    def close(self) -> None:
+        """Give back every page."""
+        for row, sequence in enumerate(self._rows):
+            if self._native is not None:
+                self._native.free(sequence.coming)
+            sequence.coming = []
+            self.release(row)
 
     def release(self, row: int) -> None:
         """Forget the sequence; its row is empty then, and idle for the kernels."""

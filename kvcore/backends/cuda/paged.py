@@ -6,9 +6,11 @@ length, so nothing here waits for the device but `stats` and `view`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,9 +18,11 @@ from torch import Tensor
 from kvcore.backends.cuda.attend import Pages, VRotation
 from kvcore.backends.cuda.attention import MAX_DECODE_ROWS, attend_rows
 from kvcore.backends.cuda.block_tables import BlockTables
+from kvcore.backends.cuda.capped import capped
 from kvcore.backends.cuda.kernels.append import append
 from kvcore.backends.cuda.kernels.fold import Fold
 from kvcore.backends.cuda.native import PAGE, NativeLayout
+from kvcore.backends.cuda.paged_load import page_sizes, write_layer
 from kvcore.backends.cuda.paged_view import count_nonfinite, view_layer
 from kvcore.backends.cuda.pool import PagePool
 from kvcore.backends.cuda.prefill import PrefillPlan
@@ -72,9 +76,31 @@ class PagedStorage:
             )
             self._fold = make_fold(native, shape.num_layers, device) if quantized else None
             self._states = [self._new_state(layer) for layer in range(shape.num_layers)]
+        self._start()
+
+    def _start(self) -> None:
+        """What no two storages share; pages go back to their pools with the storage."""
         self.plan: PrefillPlan | None = None
+        self.window: int | None = None  # beside the cap's kept rows; None while it hides nothing
         self._stale = False  # whether rows changed since the device's tables were written
+        for pool in self._pools():
+            pool.users.add(self)
+        weakref.finalize(self, self.tables.close).atexit = False
         self._bind()
+
+    def _pools(self) -> tuple[PagePool, ...]:
+        return (self.raw,) if self.native is None else (self.raw, self.native)
+
+    def fork(self) -> PagedStorage:
+        """The same rows in the same pages; a page that both hold is copied by the first one that writes to it."""
+        other = copy(self)
+        other.tables = self.tables.copy()
+        other._states = [replace(state) for state in self._states]
+        for old, new in zip(self._states, other._states, strict=True):
+            new.tokens = old.tokens
+        other._start()
+        other._stale = True
+        return other
 
     @property
     def layers(self) -> list[PagedLayer]:
@@ -93,7 +119,9 @@ class PagedStorage:
         self._extend(count)
         self.tables.upload()
         self._stale = False
-        self.plan = self._plan(count) if count > MAX_DECODE_ROWS else None
+        cap = self.shape.cap
+        self.window = cap.window if cap is not None and self.tokens > cap.tokens else None
+        self.plan = self._plan(count) if count > MAX_DECODE_ROWS or self.window is not None else None
 
     def commit(self) -> None:
         """Fold what is due: at most one launch, for all layers and sequences."""
@@ -133,6 +161,41 @@ class PagedStorage:
             state.tokens = min(state.tokens, self.tokens)
         self._stale = True
 
+    def drop(self, first: int, count: int) -> None:
+        """Forget ``count`` rows from live row ``first`` on: see `BlockTables.drop`. No row moves."""
+        if first < 0 or count < 0 or first + count > self.tokens:
+            raise InputError(f"cannot drop {count} rows from row {first} on: the cache holds {self.tokens}")
+        t = self.tables
+        for row in range(self.shape.batch):
+            if max(map(len, t.entries(row))) >= t.width:
+                with self._or_say_why(self.tokens):
+                    t.widen(t.width * 3 // 2 + 1)
+                self._bind()
+            t.drop(row, first, count)
+        for state in self._states:
+            state.tokens = self.tokens
+        self._stale = True
+
+    def load(self, views: Sequence[KVView], first_rows: int, folding: bool) -> None:
+        """Take canonical rows into this empty storage: see `kvcore.cache.RowStorage.load`."""
+        view, rows = views[0], range(self.shape.batch)
+        sinks, whole = view.sinks, self.shape.window.sink_tokens
+        native = page_sizes(view.folded, sinks if sinks < whole else 0)  # sinks are as many as the first page has
+        raw = page_sizes(view.tokens - view.folded, first_rows if first_rows < whole and not view.folded else 0)
+        with self._on_device(), self._or_say_why(view.tokens):
+            for pool, pages in ((self.native, len(native)), (self.raw, len(raw) + (sinks > 0))):
+                self._grow(pool, pages * self.shape.batch)
+            self.tables.widen(max(len(native), len(raw)))
+            self._bind()
+            for row in rows:
+                self.tables.fill(row, native, raw, sinks=sinks > 0, headless=first_rows == 0 and not view.folded)
+                self.tables.hand_over(row, undo=not folding)
+            for layer, each in enumerate(views):
+                write_layer(self.shape, self.tables, self.raw, self.native, layer, each)
+        for state in self._states:
+            state.tokens = self.tokens
+        self._stale = True
+
     def shorten(self, tokens: int) -> None:
         self.trim(max(0, self.tokens - tokens))
 
@@ -146,14 +209,13 @@ class PagedStorage:
         raw_bytes, folded_bytes = (
             measure(shape.dtype) for measure in (shape.layout.raw_bytes_per_token, shape.layout.bytes_per_token)
         )
-        pools = (self.raw,) if self.native is None else (self.raw, self.native)
         return CacheStats(
             tokens=self._states[-1].tokens,
             rows_raw=raw,
             rows_folded=folded,
             kv_bytes=rows * (raw * raw_bytes + folded * folded_bytes),
             kv_bytes_raw=rows * self.tokens * raw_bytes,
-            kv_bytes_allocated=sum(pool.allocated_bytes for pool in pools),
+            kv_bytes_allocated=sum(pool.allocated_bytes for pool in self._pools()),
             nonfinite_rows=0 if self.native is None else count_nonfinite(shape, self.tables, self.native),
         )
 
@@ -173,12 +235,23 @@ class PagedStorage:
         needs, t = self.tables.needs(new), self.tables
         with self._or_say_why(self.tokens + count):
             for pool, wanted in ((self.native, needs.native), (self.raw, needs.raw)):
-                if _grow(pool, wanted):
-                    self._bind()  # which lets go of the old planes
+                self._grow(pool, wanted)
             if needs.width > t.width:
                 t.widen(max(needs.width, t.width * 3 // 2))
                 self._bind()
         t.extend(new)
+
+    def _grow(self, pool: PagePool | None, wanted: int) -> None:
+        """Make ``wanted`` pages free, and by half more than there were if that fits."""
+        if pool is None or wanted <= pool.free_pages:
+            return
+        least = pool.pages + wanted - pool.free_pages
+        try:
+            pool.grow(max(least, pool.pages * 3 // 2))
+        except torch.OutOfMemoryError:
+            pool.grow(least)
+        for user in pool.users:
+            user._bind()  # which lets go of the old planes
 
     def _bind(self) -> None:
         """Give each layer its share of the planes and tables, where these have changed their addresses."""
@@ -220,7 +293,9 @@ class PagedStorage:
     def _plan(self, count: int) -> PrefillPlan:
         rows = range(self.shape.batch)
         host, live = [self.tables.slots(row) for row in rows], [self.tables.live(row) for row in rows]
-        return PrefillPlan.create(host, count, self.device, live)
+        plan = PrefillPlan.create(host, count, self.device, live)
+        cap = self.shape.cap
+        return plan if self.window is None or cap is None else capped(plan, cap)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Triton launches on torch's current device."""
@@ -252,6 +327,8 @@ class PagedLayer:
         with on_device(storage.device):
             queries = self._append(q, k, v, count)
             state.tokens += count
+            if storage.window is not None:
+                window = storage.window if window is None else min(window, storage.window)
             out = storage.attend(
                 *queries,
                 state.pages,
@@ -316,19 +393,9 @@ def on_device(device: str) -> AbstractContextManager[object]:
 def _pages_for(shape: CacheShape) -> tuple[int, int]:
     """Raw and native pages that ``capacity`` tokens of every sequence take; one at least, for kernels to point at."""
     tokens, window = shape.capacity or FIRST_CAPACITY, shape.window
+    if shape.cap is not None:
+        tokens = min(tokens, shape.cap.tokens + min(shape.cap.window, CHUNK) + PAGE)
     pages = raw = -(-tokens // PAGE)
     if shape.layout.quantized and not shape.delegated:
         raw = min(pages, -(-(window.recent_tokens + PAGE - 1 + CHUNK) // PAGE)) + (window.sink_tokens > 0)
     return max(1, raw) * shape.batch, max(1, window.foldable(tokens) // PAGE) * shape.batch
-
-
-def _grow(pool: PagePool | None, wanted: int) -> bool:
-    """Make ``wanted`` pages free, and by half more than there were if that fits; whether planes have moved."""
-    if pool is None or wanted <= pool.free_pages:
-        return False
-    least = pool.pages + wanted - pool.free_pages
-    try:
-        pool.grow(max(least, pool.pages * 3 // 2))
-    except torch.OutOfMemoryError:
-        pool.grow(least)
-    return True

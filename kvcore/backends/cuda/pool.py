@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ class PagePool:
         self.planes = self._allocate(pages)
         self._references = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
+        self.users: WeakSet[Any] = WeakSet()  # storages that must learn of new planes
 
     def _allocate(self, pages: int) -> dict[str, Tensor]:
         return {

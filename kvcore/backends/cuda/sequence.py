@@ -33,10 +33,12 @@ class PagedRows:
     """One sequence. The first native entry counts its sinks, whose codes it holds, as its own rows.
 
     ``rows_folded`` of ``rows`` live rows are in native pages; ``coming`` are native pages for the oldest raw ones,
-    which the step under way folds. ``position`` is that of the next token.
+    which the step under way folds. ``position`` is that of the next token. ``headless``: the sequence's first rows were
+    dropped, so that no row becomes a sink.
     """
 
     folding: bool = True
+    headless: bool = False
     rows: int = 0
     rows_folded: int = 0
     position: int = 0
@@ -63,11 +65,11 @@ class PagedRows:
         return 0 if self.sink_page is None else min(window.sink_tokens, self.native[0].end)
 
     def fold_at(self, window: WindowPolicy) -> int:
-        """Slots of the raw tail at which its oldest page folds: ``recent_tokens`` live rows or more stay raw then."""
+        """Slots of the raw tail at which its oldest page folds: those of ``recent_tokens`` + 128 live rows."""
         if not self.folding:
             return NEVER
-        dead = sum(PAGE - entry.rows for entry in self.raw[1:-1])
-        dead += self.raw[-1].first if len(self.raw) > 1 else 0
+        dead = sum(PAGE - entry.rows for entry in self.raw[:-1])
+        dead += self.raw[-1].first if self.raw else 0
         return window.recent_tokens + PAGE + dead
 
     def due_after(self, count: int, window: WindowPolicy) -> int:
@@ -115,15 +117,19 @@ def cut(entries: Sequence[Entry], rows: int) -> list[Entry]:
     return kept
 
 
-def carve(entries: Iterable[Entry], start: int, stop: int) -> list[Entry]:
-    """The entries without rows ``start`` to ``stop``: a page with a hole inside stands twice."""
-    kept = []
-    for entry in entries:
-        low, high = (min(max(edge, 0), entry.rows) for edge in (start, stop))
-        if low == high:
-            kept.append(entry)
-        else:
-            pieces = replace(entry, end=entry.first + low), replace(entry, first=entry.first + high)
-            kept += [piece for piece in pieces if piece.rows]
-        start, stop = start - entry.rows, stop - entry.rows
-    return kept
+def carve(entries: Sequence[Entry], start: int, stop: int) -> tuple[slice, list[Entry]]:
+    """Without rows ``start`` to ``stop``: which entries are affected, and what takes their place. A page with a hole
+    inside stands twice. Looks at no entry behind the hole."""
+    kept: list[Entry] = []
+    first = 0
+    while first < len(entries) and entries[first].rows <= start:
+        start, stop = start - entries[first].rows, stop - entries[first].rows
+        first += 1
+    last = first
+    while last < len(entries) and stop > 0:
+        entry = entries[last]
+        low, high = max(start, 0), min(stop, entry.rows)
+        pieces = replace(entry, end=entry.first + low), replace(entry, first=entry.first + high)
+        kept += [piece for piece in pieces if piece.rows]
+        start, stop, last = start - entry.rows, stop - entry.rows, last + 1
+    return slice(first, last), kept

@@ -27,13 +27,14 @@ from kvcore.ops import Array, Ops
 pytestmark = [pytest.mark.smollm2, pytest.mark.xdist_group("smollm2")]
 
 TOKENS = 320
+GIVEN = 192  # tokens whose q, K and V the attention error is for
 WINDOW = WindowPolicy(sink_tokens=4, recent_tokens=32, page_size=32)
 ROWS = RawRows.of(WINDOW)
 SINCE = 64
 REGRESSION, ATTENTION_REGRESSION = 1.2, 1.05
 # Measured with float32 on torch's CPU device; a change that moves one on purpose says so here.
 KL = {"int8": 3.14e-5, "int8-turbo4": 3.02e-4, "turbo4-asym": 2.94e-4, "turbo3-asym": 1.23e-3, "turbo4": 2.84e-3}
-ATTENTION = {"int8": 0.0207, "int8-turbo4": 0.0759, "turbo4-asym": 0.0731, "turbo3-asym": 0.1415, "turbo4": 0.1742}
+ATTENTION = {"int8": 0.01867, "int8-turbo4": 0.0783, "turbo4-asym": 0.0756, "turbo3-asym": 0.1468, "turbo4": 0.1597}
 TRIMMED_KL = 5.17e-4  # of turbo4-asym over a text of which 50 tokens were taken back and run again
 SLOW = ("int8-turbo4", "turbo4-asym")  # their codecs are in the others
 
@@ -69,7 +70,7 @@ def errors(smollm2: kvcore.Model, ids: np.ndarray) -> dict[str, float]:
         Variant("turbo4-asym uniform", raw, uniform, ROWS),
         Variant("turbo4 again", rebuilt_turbo4(), rebuilt_turbo4(), ROWS),
     ]
-    rows = attention(smollm2, Text("gate", "", ids, (0,), TOKENS), chosen)
+    rows = attention(smollm2, Text("gate", "", ids, (0,), GIVEN), chosen)
     return {row["variant"]: row["attention_error"] for row in rows}
 
 

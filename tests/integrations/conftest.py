@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import triton_device  # noqa: F401  (before transformers brings Triton in)
 
 import kvcore
 from kvcore.cli import run

@@ -10,6 +10,7 @@ import ml_dtypes
 import mlx.core as mx
 import numpy as np
 
+from kvcore.ops import LinearByParts
 from kvcore.weights.types import AffineWeight
 
 _DTYPES = {
@@ -26,7 +27,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class MlxOps:
+class MlxOps(LinearByParts):
     name = "metal"
 
     def __init__(self, device: str, quantized_linear: bool) -> None:
@@ -146,7 +147,7 @@ class MlxOps:
         mx.eval(dense.array)
         return dense
 
-    def linear(self, x: mx.array, weight: PackedLinear | DenseLinear) -> mx.array:
+    def product(self, x: mx.array, weight: PackedLinear | DenseLinear) -> mx.array:
         if isinstance(weight, DenseLinear):
             return x @ weight.array
         return mx.quantized_matmul(

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 Array: TypeAlias = Any
+Norm: TypeAlias = tuple[Array, float]  # weights [in] and epsilon of an RMSNorm
 
 ITEMSIZE = {
     "float32": 4,
@@ -84,8 +85,68 @@ class Ops(Protocol):
     def prepare_linear(self, weight: Any, dtype: str) -> Any:
         """Bring a weight (`kvcore.weights.types`) into the form that `linear` and `embed` read fastest."""
 
-    def linear(self, x: Array, weight: Any) -> Array:
-        """``x`` [..., in] times the transpose of a prepared weight [out, in] -> [..., out]."""
+    def prepare_projections(self, weights: Sequence[Any], dtype: str) -> Any:
+        """The same for weights of the same inputs that `projections` takes together."""
+
+    def prepare_gated(self, gate: Any, up: Any, dtype: str) -> Any:
+        """The same for two weights of one shape that `gated` takes together."""
+
+    def linear(
+        self, x: Array, weight: Any, *, norm: Norm | None = None, bias: Array | None = None, added: Array | None = None
+    ) -> Array:
+        """``x`` [..., in] times the transpose of a prepared weight [out, in], plus ``bias`` [out] and ``added``
+        [..., out] -> [..., out]; with ``norm``, RMSNorm of x comes first."""
+
+    def projections(
+        self, x: Array, weight: Any, sizes: Sequence[int], *, norm: Norm | None = None, bias: Array | None = None
+    ) -> Sequence[Array]:
+        """`linear` with each weight of `prepare_projections`, whose outputs are ``sizes``; ``bias`` [sum of sizes]."""
+
+    def gated(self, x: Array, weight: Any, *, norm: Norm | None = None, bias: Array | None = None) -> Array:
+        """silu(gate x) · (up x) [..., out] of a weight from `prepare_gated`; ``bias`` [2 · out], the gate's first."""
 
     def embed(self, ids: Array, weight: Any) -> Array:
         """Rows ``ids`` (int32, any shape) of a prepared weight [vocab, hidden] -> [..., hidden]."""
+
+
+class LinearByParts:
+    """What surrounds a product, as operations of their own: for a framework that has no kernel for all of it."""
+
+    def product(self, x: Array, weight: Any) -> Array:
+        """x [..., in] times the transpose of a prepared weight."""
+        raise NotImplementedError
+
+    def prepare_linear(self, weight: Any, dtype: str) -> Any:
+        raise NotImplementedError
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        raise NotImplementedError
+
+    def silu(self, x: Array) -> Array:
+        raise NotImplementedError
+
+    def prepare_projections(self, weights: Sequence[Any], dtype: str) -> Any:
+        return tuple(self.prepare_linear(weight, dtype) for weight in weights)
+
+    def prepare_gated(self, gate: Any, up: Any, dtype: str) -> Any:
+        return self.prepare_projections((gate, up), dtype)
+
+    def linear(
+        self, x: Array, weight: Any, *, norm: Norm | None = None, bias: Array | None = None, added: Array | None = None
+    ) -> Array:
+        y = self.product(x if norm is None else self.rms_norm(x, *norm), weight)
+        y = y if bias is None else y + bias
+        return y if added is None else added + y
+
+    def projections(
+        self, x: Array, weight: Any, sizes: Sequence[int], *, norm: Norm | None = None, bias: Array | None = None
+    ) -> Sequence[Array]:
+        x = x if norm is None else self.rms_norm(x, *norm)
+        ends = np.cumsum(sizes)
+        parts = [None if bias is None else bias[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return [self.linear(x, each, bias=part) for each, part in zip(weight, parts, strict=True)]
+
+    def gated(self, x: Array, weight: Any, *, norm: Norm | None = None, bias: Array | None = None) -> Array:
+        out = None if bias is None else bias.shape[0] // 2
+        gate, up = self.projections(x, weight, (out or 0, out or 0), norm=norm, bias=bias)
+        return self.silu(gate) * up

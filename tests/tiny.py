@@ -51,6 +51,8 @@ class TinyLlama:
     seed: int = 0
     eos_token_id: int | list[int] | None = 2
     bos_token_id: int | None = 1
+    sliding_window: int | None = None  # a mistral
+    layer_types: tuple[str, ...] | None = None  # with it, a ministral
 
     def tensors(self) -> dict[str, np.ndarray]:
         """float32 arrays by Hugging Face name."""
@@ -84,9 +86,15 @@ class TinyLlama:
 
     def hf_config(self) -> dict[str, Any]:
         """The config.json, without dtype and quantization."""
+        name, sliding = "Llama", {}
+        if self.sliding_window is not None:
+            name = "Mistral" if self.layer_types is None else "Ministral"
+            sliding = {"sliding_window": self.sliding_window}
+            sliding |= {} if self.layer_types is None else {"layer_types": list(self.layer_types)}
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [f"{name}ForCausalLM"],
+            "model_type": name.lower(),
+            **sliding,
             "hidden_act": "silu",
             "vocab_size": self.vocab,
             "hidden_size": self.hidden,

@@ -27,7 +27,14 @@ class Backend:
 
     ``default_dtype`` is the compute dtype where the user names none; None means the checkpoint's own.
     ``raise_on_nonfinite``: quantizing a NaN or an infinity is an error (the reference), not a counted zero row.
+    ``prefill_step``: tokens of a prompt that run at once, where the user names no number.
     ``paged_storage(shape, attend=, make_fold=)`` makes the storage that kernels for pages work on.
+    ``fused_ops()`` makes the same operations with kernels of the backend's own, None where it has none here.
+    ``make_decoder(storage, run, draws, vocab, seen, begin=, commit=, uniform=, windows=, graph=)`` makes what decodes
+    over that storage with sampling on the device, None where nothing does.
+    ``paged_pools(shape, budget, raw_pages=, make_fold=)`` makes pools for many of them, to be given as ``pools=``.
+    ``free_memory`` gives the bytes that are free on a device with memory of its own. ``row_block``: a product of so
+    many rows gives a row the same result whatever the other rows are; None where that is not promised.
     """
 
     name: str
@@ -39,7 +46,13 @@ class Backend:
     kernels: tuple[Kernel, ...] = ()
     notice: str | None = None
     raise_on_nonfinite: bool = False
+    prefill_step: int = 512
     paged_storage: Callable[..., Any] = no_pages
+    fused_ops: Callable[[], Ops] | None = None
+    make_decoder: Callable[..., Any] | None = None
+    paged_pools: Callable[..., Any] = no_pages
+    free_memory: Callable[[], int | None] = lambda: None
+    row_block: int | None = None
 
     def describe(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())

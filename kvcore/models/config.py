@@ -12,12 +12,19 @@ from kvcore.models.rope import RopeConfig, rope_from_gguf, rope_from_hf, rope_to
 __all__ = ["COMPUTE_DTYPES", "LlamaConfig", "RopeConfig"]
 
 COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
-SUPPORTED = "supported: llama"
+# Model types that are this llama function, and the class that config.json names. They differ in sliding windows only.
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM"}
+SUPPORTED = f"supported: {', '.join(ARCHITECTURES)}"
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Shapes and constants of a llama model. ``dtype`` is the one that the checkpoint was made for."""
+    """Shapes and constants of a llama model. ``dtype`` is the one that the checkpoint was made for.
+
+    ``layer_windows``: the newest rows that a query of each layer sees, its own included; None for a layer that sees
+    all. Empty where no layer slides.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -35,6 +42,14 @@ class LlamaConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str
+    layer_windows: tuple[int | None, ...] = ()
+
+    @property
+    def common_window(self) -> int | None:
+        """The widest window of all layers, where each of them slides: rows beyond it are of no use any more."""
+        widths = [width for width in self.layer_windows if width is not None]
+        widest = max(widths, default=self.max_position)
+        return widest if len(widths) == self.num_layers and widest < self.max_position else None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, object], where: str) -> LlamaConfig:
@@ -72,6 +87,7 @@ class LlamaConfig:
                 bos_token_id=bos[0] if bos else None,
                 eos_token_ids=fields.token_ids("eos_token_id"),
                 dtype=_dtype(fields),
+                layer_windows=_layer_windows(fields),
             ),
             where,
         )
@@ -114,9 +130,12 @@ class LlamaConfig:
     def to_hf(self) -> dict[str, object]:
         """The config.json of this model, readable by transformers and mlx-lm."""
         eos = self.eos_token_ids
+        sliding = _windows_to_hf(self.layer_windows)
+        model_type = str(sliding.get("model_type", "llama"))
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [ARCHITECTURES[model_type]],
+            "model_type": model_type,
+            **sliding,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -146,18 +165,45 @@ def _flat(config: Mapping[str, object], where: str) -> Mapping[str, object]:
 def _refuse_hf(config: Mapping[str, object], where: str) -> None:
     fields = Fields(config, where)
     model_type = fields.text("model_type")
-    if model_type != "llama":
+    if model_type not in ARCHITECTURES:
         raise ModelError(f"{where}: model type {quoted(model_type)} is not supported ({SUPPORTED})")
-    architectures = config.get("architectures") or ["LlamaForCausalLM"]
-    if not isinstance(architectures, list) or "LlamaForCausalLM" not in architectures:
-        raise ModelError(
-            f"{where}: architecture {quoted(architectures)} is not supported (supported: LlamaForCausalLM)"
-        )
+    wanted = ARCHITECTURES[model_type]
+    architectures = config.get("architectures") or [wanted]
+    if not isinstance(architectures, list) or wanted not in architectures:
+        raise ModelError(f"{where}: architecture {quoted(architectures)} is not supported (supported: {wanted})")
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{where}: hidden_act {quoted(activation)} is not supported (supported: silu)")
-    if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
-        raise ModelError(f"{where}: sliding_window {quoted(config['sliding_window'])} is not supported yet")
+
+
+def _layer_windows(fields: Fields) -> tuple[int | None, ...]:
+    """Which layers slide, as transformers reads it: ``layer_types`` names each; else those from ``max_window_layers``
+    on do, and all where that is absent. ``use_sliding_window`` false switches it off."""
+    layers = fields.count("num_hidden_layers")
+    kinds = fields.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers or {*kinds} - {SLIDING, FULL}):
+        raise fields.refuse("layer_types", f"a list of {layers} words, each {SLIDING} or {FULL}")
+    if not fields.flag("use_sliding_window", True):
+        return ()
+    if fields.get("sliding_window") is None:
+        if isinstance(kinds, list) and SLIDING in kinds:
+            raise ModelError(f"{fields.where}: layer_types has {SLIDING}, but there is no sliding_window")
+        return ()
+    width = fields.count("sliding_window")
+    first = fields.whole("max_window_layers", 0)
+    slides = [kind == SLIDING for kind in kinds] if isinstance(kinds, list) else [i >= first for i in range(layers)]
+    return tuple(width if each else None for each in slides) if any(slides) else ()
+
+
+def _windows_to_hf(windows: tuple[int | None, ...]) -> dict[str, object]:
+    """The keys of config.json that `_layer_windows` reads, and the model type of transformers that has them."""
+    if not windows:
+        return {}
+    width = next(each for each in windows if each is not None)
+    if None not in windows:
+        return {"model_type": "mistral", "sliding_window": width}
+    kinds = [FULL if each is None else SLIDING for each in windows]
+    return {"model_type": "ministral", "sliding_window": width, "layer_types": kinds}
 
 
 def _refuse_gguf(fields: Fields) -> None:

@@ -45,6 +45,13 @@ class Fields:
             raise self.refuse(key, f"an integer from 1 to {LARGEST_COUNT}")
         return value
 
+    def whole(self, key: str, default: int) -> int:
+        """An integer of 0 or more."""
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST_COUNT:
+            raise self.refuse(key, f"an integer from 0 to {LARGEST_COUNT}")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive finite number."""
         value = self._value(key, default)

@@ -75,12 +75,14 @@ def random_ids(count: int, vocab: int = 256, seed: int = 0) -> np.ndarray:
 
 
 class Transformers:
-    """transformers' LlamaForCausalLM in float32, which shares no code with kvcore."""
+    """transformers' LlamaForCausalLM (or a sliding kin of it) in float32, which shares no code with kvcore."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         pytest.importorskip("torch")
         transformers = pytest.importorskip("transformers")
-        self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
+        kind = {"mistral": "Mistral", "ministral": "Ministral"}.get(config.get("model_type", "llama"), "Llama")
+        settings = getattr(transformers, f"{kind}Config")(**config)
+        self.model = getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
 
     @classmethod
     def tiny(cls, tiny: TinyLlama, tensors: Mapping[str, np.ndarray] | None = None) -> Transformers:

@@ -20,4 +20,5 @@ def load(device: str | None = None) -> Backend:
         versions={"numpy": np.__version__},
         default_dtype="float32",
         raise_on_nonfinite=True,
+        row_block=16,
     )

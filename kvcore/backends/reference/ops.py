@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from kvcore.ops import LinearByParts
 from kvcore.weights.types import AffineWeight
 
 _DTYPES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16}
@@ -18,7 +19,7 @@ def _dtype(name: str) -> np.dtype[Any]:
     return np.dtype(_DTYPES.get(name, name))
 
 
-class NumpyOps:
+class NumpyOps(LinearByParts):
     name = "reference"
     device = "cpu"
 
@@ -120,7 +121,7 @@ class NumpyOps:
         rounded = self.astype(wide, dtype)
         return PreparedLinear(np.ascontiguousarray(rounded, dtype=np.float32), dtype)
 
-    def linear(self, x: np.ndarray, weight: PreparedLinear) -> np.ndarray:
+    def product(self, x: np.ndarray, weight: PreparedLinear) -> np.ndarray:
         rows = x.reshape(-1, x.shape[-1]).astype(np.float32, copy=False)
         product = rows @ weight.array.T
         return product.reshape(*x.shape[:-1], -1).astype(x.dtype, copy=False)

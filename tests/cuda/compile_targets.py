@@ -16,14 +16,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-import kvcore.backends.cuda.affine
 import kvcore.backends.cuda.attend
-from kvcore.backends.cuda.affine import AffineTiles, linear_tiles
+import kvcore.backends.cuda.linear
 from kvcore.backends.cuda.attend import Pages, VRotation, attend_pages, choose_config
 from kvcore.backends.cuda.kernels.append import append, rope_angles
 from kvcore.backends.cuda.kernels.fold import Fold
 from kvcore.backends.cuda.kernels.gather import Source, gather
 from kvcore.backends.cuda.kernels.rotate import rotation_matrices
+from kvcore.backends.cuda.linear import WeightTiles, linear_tiles
 from kvcore.layout import CODECS
 from kvcore.modes import MODES
 
@@ -82,6 +82,13 @@ LINEARS = [
     (1, 4, 64, "float16", True, True),
     (16, 4, 64, "bfloat16", True, True),
     (1, 4, 64, "bfloat16", True, False),
+    (1, 8, 64, "bfloat16", True, False),
+    *(
+        (rows, 16, 64, dtype, True, gated)
+        for rows in (1, 16)
+        for dtype in ("float16", "bfloat16")
+        for gated in (False, True)
+    ),
 ]
 
 
@@ -168,13 +175,18 @@ def linear(rows: int, bits: int, group: int, dtype: str, normed: bool, gated: bo
     kind, out, inputs = getattr(torch, dtype), 64, 1024
     codes = torch.empty(out // 16, inputs // 64, 32 * bits, dtype=torch.int32)
     sides = torch.empty(out // 16, inputs // group, 8, 4, dtype=kind)
-    tiles = AffineTiles(codes, sides, out // 2 if gated else out, inputs, bits, group, gated)
+    if bits == 16:
+        codes, sides = torch.empty(out // 16, inputs // 64, 1024, dtype=kind), None
+    tiles = WeightTiles(codes, sides, kind, out // 2 if gated else out, inputs, bits, group, gated)
     x, y = torch.empty(rows, inputs, dtype=kind), torch.empty(rows, out, dtype=kind)
-    linear_tiles(x, tiles, norm=(x[0], 1e-5) if normed else None, added=y if normed and not gated else None)
+    bias = torch.empty(out, dtype=kind) if gated else None
+    linear_tiles(x, tiles, norm=(x[0], 1e-5) if normed else None, bias=bias, added=y if normed and not gated else None)
+    tiles.rows()
+    tiles.rows(torch.zeros(1, dtype=torch.int32))
 
 
 def main(arch: int) -> None:
-    for module in (kvcore.backends.cuda.attend, kvcore.backends.cuda.affine):
+    for module in (kvcore.backends.cuda.attend, kvcore.backends.cuda.linear):
         module.device_capability = lambda device: divmod(arch, 10)  # type: ignore[attr-defined]
     driver.set_active(TargetOnly(arch))
     seen: list[tuple[str, Any]] = []

@@ -35,6 +35,32 @@ def test_a_fold_quantizes_every_page(mode: str, device: str) -> None:
     assert pages.native.planes["v_scale"][0, folded].isfinite().all()
 
 
+@pytest.mark.parametrize("mode", ["fp16", "turbo4"])
+def test_a_trim_of_32k_tokens_copies_nothing(mode: str, device: str) -> None:
+    """The row that is run on a GPU, with one small layer: 300 trims, over page borders."""
+    trim = bench.trim.Trim(mode, "float16", device, layers=1, heads=1)
+    found = bench.trim.row(trim, 300)
+    assert (found["kernel"], found["tokens"], found["bytes_copied"], found["repeats"]) == ("trim", 32768, 0, 300)
+    assert 0 < found["us_p10"] <= found["us"] <= found["us_p90"]
+    assert found["us_p10"] < 50
+    tables = trim.storage.tables
+    assert tables.rows_folded(0) == (0 if mode == "fp16" else tables.length(0) - 128 - (303 % 128))
+    assert {*found} <= {*bench.COLUMNS, "repeats"}
+
+
+def test_a_trim_that_copies_rows_is_not_timed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trim = bench.trim.Trim("fp16", "float16", device, tokens=1024, layers=1, heads=1)
+    drop = trim.storage.drop
+
+    def slow(first: int, count: int) -> None:
+        trim.storage.raw.planes["k"][:, 0] = 0
+        drop(first, count)
+
+    monkeypatch.setattr(trim.storage, "drop", slow)
+    with pytest.raises(KvcoreError, match="trim, fp16: rows of the cache were copied: not timed"):
+        bench.trim.row(trim, 5)
+
+
 def test_a_wrong_fold_is_not_timed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_codes_off", lambda _: 0.5)
     with pytest.raises(KvcoreError, match="fold, int8: off by 5"):

@@ -8,10 +8,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="the package torch is not installed")
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from kvcore.backends.cuda.affine import AffineTiles, LinearConfig, linear_tiles, reasons_against
+from kvcore.backends.cuda.linear import LinearConfig, WeightTiles, linear_tiles, reasons_against
 from kvcore.errors import UnsupportedError
 from kvcore.weights.affine import pack
-from kvcore.weights.types import AffineWeight
+from kvcore.weights.types import AffineWeight, DenseWeight, Weight
 
 
 def random_weight(out: int, inputs: int, bits: int, group: int, seed: int = 0) -> AffineWeight:
@@ -22,6 +22,10 @@ def random_weight(out: int, inputs: int, bits: int, group: int, seed: int = 0) -
     return AffineWeight(pack(codes, bits), scales, biases.astype(np.float16), bits, group)
 
 
+def tiles_of(*weights: Weight, device: str, dtype: torch.dtype = torch.float16) -> WeightTiles:
+    return WeightTiles.create(weights, device, dtype)
+
+
 def error(
     weight: AffineWeight, rows: int, device: str, config: LinearConfig | None = None, *, bias: bool = False
 ) -> float:
@@ -29,7 +33,7 @@ def error(
     rng = np.random.default_rng(1)
     x = torch.from_numpy(rng.standard_normal((rows, weight.shape[1])).astype(np.float16)).to(device)
     added = torch.from_numpy(rng.standard_normal(weight.shape[0]).astype(np.float16)).to(device) if bias else None
-    y = linear_tiles(x, AffineTiles.create(weight, device), bias=added, config=config)
+    y = linear_tiles(x, tiles_of(weight, device=device), bias=added, config=config)
     ref = x.double().cpu().numpy() @ weight.dequantize().astype(np.float64).T
     if added is not None:
         ref += added.double().cpu().numpy()
@@ -70,7 +74,7 @@ def test_a_norm_before_and_an_addition_after(device: str) -> None:
     x, norm, added = (t.double().cpu().numpy() for t in tensors)
     y = linear_tiles(
         tensors[0],
-        AffineTiles.create(weight, device),
+        tiles_of(weight, device=device),
         norm=(tensors[1], 1e-5),
         added=tensors[2],
         config=LinearConfig(2, 3),
@@ -83,7 +87,7 @@ def test_a_norm_before_and_an_addition_after(device: str) -> None:
 def test_matrices_one_after_the_other(device: str) -> None:
     weights = [random_weight(out, 128, 4, 64, seed) for seed, out in enumerate((48, 16, 16))]
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 128)).astype(np.float16)).to(device)
-    y = linear_tiles(x, AffineTiles.stacked(weights, device), config=LinearConfig(2, 2))
+    y = linear_tiles(x, tiles_of(*weights, device=device), config=LinearConfig(2, 2))
     ref = x.double().cpu().numpy() @ np.concatenate([w.dequantize() for w in weights]).astype(np.float64).T
     assert relative(y, ref) < 1e-3
 
@@ -91,7 +95,7 @@ def test_matrices_one_after_the_other(device: str) -> None:
 def test_a_gated_activation(device: str) -> None:
     gate, up = random_weight(40, 192, 4, 64, 1), random_weight(40, 192, 4, 64, 2)
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((5, 192)).astype(np.float16)).to(device)
-    tiles = AffineTiles.create_gated(gate, up, device)
+    tiles = WeightTiles.create_gated(gate, up, device, torch.float16)
     y = linear_tiles(x, tiles, out_dtype=torch.float32, config=LinearConfig(2, 2))
     wide = x.double().cpu().numpy()
     ref = silu(wide @ gate.dequantize().astype(np.float64).T) * (wide @ up.dequantize().astype(np.float64).T)
@@ -100,13 +104,13 @@ def test_a_gated_activation(device: str) -> None:
 
 
 def test_weights_that_differ_stay_apart() -> None:
-    with pytest.raises(UnsupportedError, match=r"\(128, 4, 64\), \(128, 8, 64\)"):
-        AffineTiles.stacked([random_weight(16, 128, bits, 64) for bits in (4, 8)], "cpu")
+    with pytest.raises(UnsupportedError, match=r"\(128, 4, 64, 'float16'\), \(128, 8, 64, 'float16'\)"):
+        tiles_of(*(random_weight(16, 128, bits, 64) for bits in (4, 8)), device="cpu")
 
 
 def test_a_scale_that_is_lost_shows(device: str) -> None:
     weight = random_weight(32, 256, 4, 64)
-    tiles = AffineTiles.create(weight, device)
+    tiles = tiles_of(weight, device=device)
     tiles.sides[..., 0] *= 1.1
     x = torch.ones(1, 256, dtype=torch.float16, device=device)
     ref = weight.dequantize().astype(np.float64).sum(1)
@@ -116,11 +120,57 @@ def test_a_scale_that_is_lost_shows(device: str) -> None:
 
 def test_bytes_are_those_of_the_stored_form(device: str) -> None:
     weight = random_weight(64, 512, 4, 64)
-    assert AffineTiles.create(weight, device).nbytes == weight.nbytes
+    assert tiles_of(weight, device=device).nbytes == weight.nbytes
 
 
 def test_misfits_have_reasons() -> None:
     weight = random_weight(16, 96, 4, 32)
-    assert reasons_against(weight) == ["96 inputs: need a multiple of 64"]
+    assert reasons_against(weight, torch.float16) == ["96 inputs: need a multiple of 64"]
     with pytest.raises(UnsupportedError, match="96 inputs: need a multiple of 64; dequantize it"):
-        AffineTiles.create(weight, "cpu")
+        tiles_of(weight, device="cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_both_dtypes_at_every_width(bits: int, dtype: str, device: str) -> None:
+    """Dense weights of the same dtype too; more rows than a launch takes."""
+    weight: Weight = random_weight(40, 192, min(bits, 8), 64)
+    if bits == 16:
+        weight = DenseWeight(np.random.default_rng(3).standard_normal((40, 192)).astype(np.float32))
+    tiles = tiles_of(weight, device=device, dtype=getattr(torch, dtype))
+    assert tiles.bits == bits
+    x = torch.from_numpy(np.random.default_rng(1).standard_normal((19, 192))).to(device, getattr(torch, dtype))
+    y = linear_tiles(x, tiles, out_dtype=torch.float32, config=LinearConfig(2, 2))
+    dense = tiles.rows(None, torch.float32).double().cpu().numpy()
+    assert relative(y, x.double().cpu().numpy() @ dense.T) < 1e-5
+    want = weight.dequantize()
+    if bits == 16:
+        want = torch.from_numpy(want).to(getattr(torch, dtype)).double().numpy()
+    assert np.abs(dense - want).max() <= 1e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [3, 6])
+def test_rows_of_a_matrix(bits: int, group: int, device: str) -> None:
+    weight = random_weight(40, 2176, bits, group)  # more inputs than a program takes
+    ids = torch.tensor([[0, 39, 8], [17, 17, 31]], device=device)
+    got = tiles_of(weight, device=device).rows(ids, torch.float32)
+    assert got.shape == (2, 3, 2176)
+    assert np.allclose(got.cpu().numpy(), weight.dequantize()[ids.cpu().numpy()], atol=1e-6)
+
+
+def test_rows_of_a_gate_come_before_those_of_up(device: str) -> None:
+    gate, up = random_weight(24, 128, 8, 64, 1), random_weight(24, 128, 8, 64, 2)
+    got = WeightTiles.create_gated(gate, up, device, torch.float16).rows(None, torch.float32)
+    assert np.allclose(got.cpu().numpy(), np.concatenate([gate.dequantize(), up.dequantize()]), atol=1e-6)
+
+
+def test_a_gated_activation_with_biases(device: str) -> None:
+    rng = np.random.default_rng(5)
+    gate, up = (DenseWeight(rng.standard_normal((24, 128)).astype(np.float32) / 8) for _ in range(2))
+    x = torch.from_numpy(rng.standard_normal((3, 128)).astype(np.float16)).to(device)
+    bias = torch.from_numpy(rng.standard_normal(48).astype(np.float16)).to(device)
+    tiles = WeightTiles.create_gated(gate, up, device, torch.float16)
+    y = linear_tiles(x, tiles, bias=bias, out_dtype=torch.float32, config=LinearConfig(2, 2))
+    both = x.double().cpu().numpy() @ tiles.rows(None, torch.float64).cpu().numpy().T + bias.double().cpu().numpy()
+    assert relative(y, silu(both[:, :24]) * both[:, 24:]) < 1e-5

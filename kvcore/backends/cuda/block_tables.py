@@ -93,6 +93,10 @@ class BlockTables:
         sequence = self._rows[row]
         return sequence.sinks(self._window), sequence.folded_slots, sequence.folded_slots + sequence.tail_slots
 
+    def solid(self, row: int) -> bool:
+        """Whether slots of the sequence are as far apart as its live rows."""
+        return self._rows[row].solid
+
     def entries(self, row: int) -> tuple[Sequence[Entry], Sequence[Entry]]:
         """Native and raw entries, oldest first, with their live rows; the first native one counts the sinks."""
         return self._rows[row].native, self._rows[row].raw
@@ -150,6 +154,25 @@ class BlockTables:
     def _width_after(self, sequence: PagedRows, raw: int, native: int) -> int:
         return max(len(sequence.native) + len(sequence.coming) + native, len(sequence.raw) + raw)
 
+    def pages(self, row: int) -> tuple[list[int], list[int]]:
+        """Raw pages, that of the sinks included, and native ones, those to come included."""
+        sequence = self._rows[row]
+        raw = [*(entry.page for entry in sequence.raw), *_sink_pages(sequence)]
+        return raw, [*(entry.page for entry in sequence.native), *sequence.coming]
+
+    def host_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tables [4, entries] and the state [6] of the only sequence, int32, as `upload` would write them. The
+        device's own copy stays as old as it is."""
+        for row in self._changed:
+            self._write_tables(row)
+        self._write_state()
+        return self._host_tables[:, 0], self._host_state[:, 0]
+
+    def _write_state(self) -> None:
+        for row, x in enumerate(self._rows):
+            sinks, folded, length = self.slots(row)
+            self._host_state[:, row] = (length, folded, x.position, sinks, x.sink_page or 0, x.fold_at(self._window))
+
     def upload(self) -> None:
         """Bring the device's copy up to date: a few small copies on the current stream, which nothing waits for.
 
@@ -160,9 +183,7 @@ class BlockTables:
             for host, device in zip(self._host_tables, self._tables, strict=True):
                 device[row].copy_(torch.from_numpy(host[row]), non_blocking=True)
         self._changed.clear()
-        for row, x in enumerate(self._rows):
-            sinks, folded, length = self.slots(row)
-            self._host_state[:, row] = (length, folded, x.position, sinks, x.sink_page or 0, x.fold_at(self._window))
+        self._write_state()
         self._state.copy_(torch.from_numpy(self._host_state), non_blocking=True)
 
     def _write_tables(self, row: int) -> None:
@@ -193,7 +214,8 @@ class BlockTables:
                 continue
             first = not sequence.native
             done = sequence.fold()
-            if first and self._window.sink_tokens > 0 and not sequence.headless and sequence.native[0].first == 0:
+            most = min(self._window.sink_tokens, sequence.first_rows)
+            if first and most > 0 and sequence.native[0].first == 0:
                 sequence.sink_page = done.pop(0)
             self._raw.free(done)
             self._changed.add(row)
@@ -202,8 +224,9 @@ class BlockTables:
         """Let the sequence fold from the next `extend` on, which may add no rows. ``undo``: that found no room."""
         self._rows[row].folding = self._native is not None and not undo
 
-    def fill(self, row: int, native: Sequence[int], raw: Sequence[int], *, sinks: bool, headless: bool) -> None:
-        """Give the empty sequence pages of its own with so many rows each, oldest first, and one for ``sinks``.
+    def fill(self, row: int, native: Sequence[int], raw: Sequence[int], *, sinks: bool, first_rows: int) -> None:
+        """Give the empty sequence pages of its own with so many rows each, oldest first, and one for ``sinks``; its
+        ``first_rows`` oldest rows may be sinks.
 
         KvcoreError where a pool has too few pages, InputError where the table has too few entries; nothing has changed
         then.
@@ -211,7 +234,7 @@ class BlockTables:
         if max(len(native), len(raw)) > self.width:
             raise InputError(f"{max(len(native), len(raw))} pages do not fit into a table of {self.width} entries")
         self._raw.require(len(raw) + sinks)
-        sequence = PagedRows(folding=self._rows[row].folding, headless=headless)
+        sequence = PagedRows(folding=self._rows[row].folding, first_rows=first_rows)
         if native and self._native is not None:
             pages = self._native.alloc(len(native))
             sequence.native = [Entry(page, 0, count) for page, count in zip(pages, native, strict=True)]
@@ -260,6 +283,8 @@ class BlockTables:
         left = sequence.rows - count
         if not 0 <= left <= sequence.rows:
             raise InputError(f"cannot trim {count} rows: the sequence holds {sequence.rows}")
+        if count == 0 and not sequence.coming:
+            return
         raw = cut(sequence.raw, left - sequence.rows_folded)
         self._replace(row, cut(sequence.native, left), raw)
         sequence.position -= count
@@ -284,6 +309,9 @@ class BlockTables:
             position = sequence.position
             self.trim(row, count)
             sequence.position = position
+            if count:
+                sequence.first_rows = min(sequence.first_rows, first)
+                self._without_sinks(row)
             return
         if count == 0:
             return
@@ -305,7 +333,7 @@ class BlockTables:
                 entries[where] = pieces
             sequence.rows -= gone
         sequence.rows_folded -= cuts[0][-1]
-        sequence.headless |= first == 0
+        sequence.first_rows = min(sequence.first_rows, first)
         self._without_sinks(row)
 
     def _replace(self, row: int, native: list[Entry], raw: list[Entry]) -> None:
@@ -317,13 +345,14 @@ class BlockTables:
                 pool.free(entry.page for entry in old)
         sequence.native, sequence.raw = native, raw
         sequence.recount()
-        sequence.headless &= sequence.rows > 0
+        if not sequence.native and sequence.rows <= sequence.first_rows:
+            sequence.first_rows = NEVER  # no hole is left
         self._without_sinks(row)
 
     def _without_sinks(self, row: int) -> None:
         """No sinks where their rows are gone."""
         sequence = self._rows[row]
-        if not sequence.native or sequence.native[0].first > 0 or sequence.headless:
+        if not sequence.native or sequence.native[0].first > 0 or sequence.first_rows == 0:
             self._raw.free(_sink_pages(sequence))
             sequence.sink_page = None
         self._changed.add(row)

@@ -16,8 +16,8 @@ from kvcore.layout import Cap
 
 
 def capped(plan: PrefillPlan, cap: Cap) -> PrefillPlan:
-    """The plan for attention with the window of ``cap``. InputError for more new rows than that window."""
-    if plan.query_rows > cap.window:
+    """The plan for attention with the window of ``cap``. With kept rows, InputError for more new ones than that."""
+    if cap.keep and plan.query_rows > cap.window:
         raise InputError(
             f"{plan.query_rows} new rows in a step: max_kv_size {cap.tokens} with keep {cap.keep} takes at most "
             f"{cap.window} at a time; use a smaller prefill step"

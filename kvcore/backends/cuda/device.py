@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ def load(device: str | None = None) -> Backend:
             kernels=KERNELS,
             notice="torch runs on the CPU, as --device cpu asks",
             paged_storage=paged_storage_on("cpu"),
+            paged_pools=paged_pools_on("cpu"),
         )
     index = _gpu_index(device)
     major, minor = torch.cuda.get_device_capability(index)
+    has_kernels = major >= 8 and importlib.util.find_spec("triton") is not None
     return Backend(
         name="cuda",
         ops=TorchOps(f"cuda:{index}"),
@@ -38,7 +41,12 @@ def load(device: str | None = None) -> Backend:
         versions={**versions, "cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name(index)},
         default_dtype=None,
         kernels=KERNELS,
+        prefill_step=2048,  # weights are made dense once for so many tokens
         paged_storage=paged_storage_on(f"cuda:{index}"),
+        fused_ops=fused_ops_on(f"cuda:{index}") if has_kernels else None,
+        make_decoder=make_decoder if has_kernels else None,
+        paged_pools=paged_pools_on(f"cuda:{index}"),
+        free_memory=lambda: int(torch.cuda.mem_get_info(index)[0]),
     )
 
 
@@ -51,6 +59,37 @@ def paged_storage_on(device: str) -> Callable[..., Any]:
         return PagedStorage(shape, device, **kernels)
 
     return make
+
+
+def fused_ops_on(device: str) -> Callable[[], Any]:
+    def make() -> Any:
+        from kvcore.backends.cuda.fused_ops import FusedOps
+
+        return FusedOps(device)
+
+    return make
+
+
+def paged_pools_on(device: str) -> Callable[..., Any]:
+    """What makes pools that many caches share there."""
+
+    def make(shape: CacheShape, budget: int, *, raw_pages: int, make_fold: Any, **_: Any) -> Any:
+        from kvcore.backends.cuda.pools import pools_in_budget
+
+        return pools_in_budget(shape, device, make_fold, budget, raw_pages=raw_pages)
+
+    return make
+
+
+def make_decoder(
+    storage: Any, run: Callable[..., Any], draws: Sequence[Mapping[str, Any]], vocab: int, seen: Any, **how: Any
+) -> Any:
+    """A `Decoder` with a `DeviceSampler`; ``draws`` are fields of `Draw`, one of each sequence."""
+    from kvcore.backends.cuda.decoder import Decoder
+    from kvcore.backends.cuda.sample import DeviceSampler, Draw
+
+    sampler = DeviceSampler([Draw(**draw) for draw in draws], vocab, storage.device, seen)
+    return Decoder(storage, run, sampler, **how)
 
 
 def _gpu_index(device: str | None) -> int:

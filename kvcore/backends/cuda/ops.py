@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from kvcore.ops import LinearByParts
 from kvcore.weights.types import AffineWeight
 
-_DTYPES = {
+TORCH_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -22,10 +23,10 @@ _DTYPES = {
     "uint32": torch.uint32,
     "bool": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-class TorchOps:
+class TorchOps(LinearByParts):
     name = "cuda"
 
     def __init__(self, device: str) -> None:
@@ -38,7 +39,7 @@ class TorchOps:
             tensor = torch.from_numpy(x if x.flags.writeable and x.flags.c_contiguous else x.copy())
         else:
             tensor = torch.as_tensor(x)
-        return tensor.to(self.device, None if dtype is None else _DTYPES[dtype])
+        return tensor.to(self.device, None if dtype is None else TORCH_DTYPES[dtype])
 
     def to_numpy(self, x: torch.Tensor) -> np.ndarray:
         if x.dtype == torch.bfloat16:
@@ -46,7 +47,7 @@ class TorchOps:
         return x.cpu().numpy()
 
     def zeros(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        return torch.zeros(tuple(shape), dtype=_DTYPES[dtype], device=self.device)
+        return torch.zeros(tuple(shape), dtype=TORCH_DTYPES[dtype], device=self.device)
 
     def evaluate(self, *arrays: torch.Tensor) -> None:
         if self.device != "cpu":
@@ -56,10 +57,10 @@ class TorchOps:
         return _NAMES[x.dtype]
 
     def astype(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
-        return x.to(_DTYPES[dtype])
+        return x.to(TORCH_DTYPES[dtype])
 
     def bitcast(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
-        return x.view(_DTYPES[dtype])
+        return x.view(TORCH_DTYPES[dtype])
 
     def reshape(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         return x.reshape(tuple(shape))
@@ -136,7 +137,7 @@ class TorchOps:
         wide = weight.dequantize() if isinstance(weight, AffineWeight) else weight.array
         return self.asarray(wide, dtype)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, weight)
 
     def embed(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -11,26 +11,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvcore.backends.cuda.attend import Pages, VRotation
 from kvcore.backends.cuda.attention import MAX_DECODE_ROWS, attend_rows
-from kvcore.backends.cuda.block_tables import BlockTables
+from kvcore.backends.cuda.block_tables import NEVER, BlockTables
 from kvcore.backends.cuda.capped import capped
-from kvcore.backends.cuda.kernels.append import append
+from kvcore.backends.cuda.kernels.append import append, rope_angles
 from kvcore.backends.cuda.kernels.fold import Fold
 from kvcore.backends.cuda.native import PAGE, NativeLayout
 from kvcore.backends.cuda.paged_load import page_sizes, write_layer
 from kvcore.backends.cuda.paged_view import count_nonfinite, view_layer
 from kvcore.backends.cuda.pool import PagePool
+from kvcore.backends.cuda.pools import PagePools
 from kvcore.backends.cuda.prefill import PrefillPlan
-from kvcore.errors import InputError, KvcoreError
-from kvcore.layout import CacheShape, CacheStats, KVView
+from kvcore.errors import CapacityError, InputError
+from kvcore.layout import CacheShape, CacheStats, Cap, KVView, Layout, visible
+from kvcore.layout.footprint import pages_needed
 
 FIRST_CAPACITY = 256  # tokens, where the caller expects no number
-CHUNK = 512  # rows of a prefill step that a reservation leaves raw pages for
 
 
 @dataclass(slots=True)
@@ -46,7 +49,8 @@ class LayerState:
 class PagedStorage:
     """A `kvcore.cache.Storage` in pages on one device, for ``shape.batch`` sequences of equal length.
 
-    ``attend`` and ``make_fold`` are what the registry chose: `attend_rows` and `Fold.create`. Raises UnsupportedError
+    ``attend`` and ``make_fold`` are what the registry chose: `attend_rows` and `Fold.create`. With ``pools`` the pages
+    are shared with other storages of that shape, else the pools are its own and grow. Raises UnsupportedError
     for a layout without native pages, KvcoreError where the memory for ``shape.capacity`` tokens is not there.
     """
 
@@ -57,31 +61,32 @@ class PagedStorage:
         *,
         attend: Callable[..., Tensor] = attend_rows,
         make_fold: Callable[[NativeLayout, int, str], Fold] = Fold.create,
+        pools: PagePools | None = None,
     ) -> None:
         self.shape, self.device, self.attend = shape, device, attend
-        native = NativeLayout(shape.layout, shape.dtype)
-        quantized, heads = shape.layout.quantized, shape.num_kv_heads
-        raw_pages, native_pages = _pages_for(shape)
-        with self._on_device(), self._or_say_why(shape.capacity or FIRST_CAPACITY):
-            self.raw = PagePool(native.raw_planes, shape.num_layers, heads, raw_pages, device, "raw KV")
-            self.native = PagePool(native.planes, shape.num_layers, heads, native_pages, device) if quantized else None
+        expected = shape.capacity or FIRST_CAPACITY
+        with self._on_device(), self._or_say_why(expected):
+            self.pools = pools or PagePools.create(shape, device, make_fold, pages_needed(shape, expected))
+            self.raw, self.native, self.fold = self.pools.raw, self.pools.native, self.pools.fold
             self.tables = BlockTables(
                 shape.batch,
-                shape.capacity or FIRST_CAPACITY,
+                PAGE * sum(pages_needed(replace(shape, batch=1), expected)),  # more entries than either table gets
                 shape.window,
                 self.raw,
                 self.native,
                 device,
                 delegated=shape.delegated,
             )
-            self._fold = make_fold(native, shape.num_layers, device) if quantized else None
-            self._states = [self._new_state(layer) for layer in range(shape.num_layers)]
+            self._states = [
+                LayerState(self.pools.k_matrix(layer), self.pools.rotations[layer]) for layer in range(shape.num_layers)
+            ]
         self._start()
 
     def _start(self) -> None:
         """What no two storages share; pages go back to their pools with the storage."""
-        self.plan: PrefillPlan | None = None
-        self.window: int | None = None  # beside the cap's kept rows; None while it hides nothing
+        self.bindings = 0  # how often planes or tables have changed their addresses
+        self._inv_freq: Tensor | None = None
+        self._plans: dict[Cap | None, PrefillPlan] = {}  # of the step under way
         self._stale = False  # whether rows changed since the device's tables were written
         for pool in self._pools():
             pool.users.add(self)
@@ -89,7 +94,7 @@ class PagedStorage:
         self._bind()
 
     def _pools(self) -> tuple[PagePool, ...]:
-        return (self.raw,) if self.native is None else (self.raw, self.native)
+        return self.pools.all()
 
     def fork(self) -> PagedStorage:
         """The same rows in the same pages; a page that both hold is copied by the first one that writes to it."""
@@ -111,30 +116,70 @@ class PagedStorage:
         """Live rows of each sequence, those of a step under way included."""
         return self.tables.length(0)
 
+    @property
+    def rows_folded(self) -> int:
+        return self.tables.rows_folded(0)
+
+    @property
+    def live_bytes(self) -> int:
+        shape, folded = self.shape, self.rows_folded
+        raw = self.tokens - folded + self.tables.rows_sinks(0)
+        rows = shape.batch * shape.num_layers * shape.num_kv_heads
+        raw_bytes = shape.layout.raw_bytes_per_token(shape.dtype)
+        return rows * (raw * raw_bytes + folded * shape.layout.bytes_per_token(shape.dtype))
+
     def start_step(self, count: int) -> None:
         """Room for ``count`` new rows of every sequence, on the host and in the device's tables.
 
         KvcoreError where memory is short: the cache is as it was then, and goes on with fewer rows.
         """
-        self._extend(count)
+        self.extend(count)
         self.tables.upload()
         self._stale = False
-        cap = self.shape.cap
-        self.window = cap.window if cap is not None and self.tokens > cap.tokens else None
-        self.plan = self._plan(count) if count > MAX_DECODE_ROWS or self.window is not None else None
+        self._plans = {}
+
+    def way(self, count: int, window: int | None) -> tuple[PrefillPlan | None, int | None]:
+        """How a layer with a sliding ``window`` attends in a step of ``count`` rows: the plan, where it takes one, and
+        the window that hides rows. Kernels count slots; where these are not as far apart as rows, a plan tells them."""
+        window, keep = visible(self.shape.cap, window, self.tokens)
+        if window is None or (keep == 0 and all(map(self.tables.solid, range(self.shape.batch)))):
+            return (self._plan(count, None) if count > MAX_DECODE_ROWS else None), window
+        return self._plan(count, Cap(window + keep, keep)), window
+
+    def angles(self, inv_freq: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+        """Begin a step of ``count`` tokens: cos and sin [B · count, D/2] of their positions, computed on the device."""
+        self.start_step(count)
+        return self.rope_angles(inv_freq, count)
+
+    def advance(self, count: int) -> None:
+        """A step of ``count`` rows has been launched in every layer, by a CUDA graph."""
+        for state in self._states:
+            state.tokens += count
+
+    def set_layer_tokens(self, tokens: Sequence[int]) -> None:
+        """Take back the rows of a step that was captured and not run."""
+        for state, count in zip(self._states, tokens, strict=True):
+            state.tokens = count
+
+    def rope_angles(self, inv_freq: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the step under way: one launch, which reads positions on the device."""
+        if self._inv_freq is None:
+            self._inv_freq = torch.from_numpy(inv_freq).to(self.device)
+        with self._on_device():
+            return rope_angles(self._inv_freq, self.tables.positions, count)
 
     def commit(self) -> None:
         """Fold what is due: at most one launch, for all layers and sequences."""
         t = self.tables
         if t.due:
-            assert self._fold is not None
+            assert self.fold is not None
             assert self.native is not None
             if self._stale:
                 t.upload()
                 self._stale = False
             tables = t.raw_table, t.table, t.lengths, t.folded, t.fold_at
             with self._on_device():
-                self._fold(self.raw.planes, self.native.planes, *tables, pages=t.due)
+                self.fold(self.raw.planes, self.native.planes, *tables, pages=t.due)
         t.commit()
 
     def hand_over(self) -> None:
@@ -143,7 +188,7 @@ class PagedStorage:
         for row in rows:
             self.tables.hand_over(row)
         try:
-            self._extend(0)
+            self.extend(0)
         except BaseException:
             for row in rows:
                 self.tables.hand_over(row, undo=True)
@@ -179,16 +224,14 @@ class PagedStorage:
     def load(self, views: Sequence[KVView], first_rows: int, folding: bool) -> None:
         """Take canonical rows into this empty storage: see `kvcore.cache.RowStorage.load`."""
         view, rows = views[0], range(self.shape.batch)
-        sinks, whole = view.sinks, self.shape.window.sink_tokens
-        native = page_sizes(view.folded, sinks if sinks < whole else 0)  # sinks are as many as the first page has
-        raw = page_sizes(view.tokens - view.folded, first_rows if first_rows < whole and not view.folded else 0)
+        sinks, native, raw = view.sinks, page_sizes(view.folded), page_sizes(view.tokens - view.folded)
         with self._on_device(), self._or_say_why(view.tokens):
             for pool, pages in ((self.native, len(native)), (self.raw, len(raw) + (sinks > 0))):
                 self._grow(pool, pages * self.shape.batch)
             self.tables.widen(max(len(native), len(raw)))
             self._bind()
             for row in rows:
-                self.tables.fill(row, native, raw, sinks=sinks > 0, headless=first_rows == 0 and not view.folded)
+                self.tables.fill(row, native, raw, sinks=sinks > 0, first_rows=sinks if view.folded else first_rows)
                 self.tables.hand_over(row, undo=not folding)
             for layer, each in enumerate(views):
                 write_layer(self.shape, self.tables, self.raw, self.native, layer, each)
@@ -206,15 +249,12 @@ class PagedStorage:
         folded, sinks = t.rows_folded(0), t.rows_sinks(0)
         raw = self.tokens - folded + sinks
         rows = shape.batch * shape.num_layers * shape.num_kv_heads
-        raw_bytes, folded_bytes = (
-            measure(shape.dtype) for measure in (shape.layout.raw_bytes_per_token, shape.layout.bytes_per_token)
-        )
         return CacheStats(
             tokens=self._states[-1].tokens,
             rows_raw=raw,
             rows_folded=folded,
-            kv_bytes=rows * (raw * raw_bytes + folded * folded_bytes),
-            kv_bytes_raw=rows * self.tokens * raw_bytes,
+            kv_bytes=self.live_bytes,
+            kv_bytes_raw=rows * self.tokens * shape.layout.raw_bytes_per_token(shape.dtype),
             kv_bytes_allocated=sum(pool.allocated_bytes for pool in self._pools()),
             nonfinite_rows=0 if self.native is None else count_nonfinite(shape, self.tables, self.native),
         )
@@ -223,14 +263,43 @@ class PagedStorage:
         native = {} if self.native is None else self.native.planes
         return [*self.raw.planes.values(), *native.values()]
 
-    def _new_state(self, layer: int) -> LayerState:
-        layout, matrices = self.shape.layout, None if self._fold is None else self._fold.k_matrix
-        rotation = VRotation.create(layer, layout.v_dim, self.device) if layout.v.codebook else None
-        return LayerState(None if matrices is None else matrices[layer], rotation)
+    # Steps with others
+
+    @property
+    def group_key(self) -> object:
+        """Storages of one sequence each step together where they share their pools."""
+        return self.pools if self.shape.batch == 1 and self.raw.fixed else None
+
+    def group(self, storages: Sequence[PagedStorage]) -> Any:
+        """These storages, this one among them, as a `PagedGroup`."""
+        from kvcore.backends.cuda.group import PagedGroup
+
+        return PagedGroup(storages)
+
+    def state(self, layer: int) -> LayerState:
+        return self._states[layer]
+
+    def outdated(self) -> None:
+        """Rows changed since the device's tables were written."""
+        self._stale = True
+
+    @property
+    def pages_held(self) -> tuple[int, int]:
+        """Raw and native pages, whoever else holds them."""
+        raw, native = (sum(map(len, pages)) for pages in zip(*map(self.tables.pages, self._rows()), strict=True))
+        return raw, native
+
+    def page_numbers(self) -> tuple[set[int], set[int]]:
+        """The raw and the native pages that it holds."""
+        raw, native = zip(*map(self.tables.pages, self._rows()), strict=True)
+        return set().union(*raw), set().union(*native)
+
+    def _rows(self) -> range:
+        return range(self.shape.batch)
 
     # Memory
 
-    def _extend(self, count: int) -> None:
+    def extend(self, count: int) -> None:
         new = dict.fromkeys(range(self.shape.batch), count)
         needs, t = self.tables.needs(new), self.tables
         with self._or_say_why(self.tokens + count):
@@ -245,27 +314,38 @@ class PagedStorage:
         """Make ``wanted`` pages free, and by half more than there were if that fits."""
         if pool is None or wanted <= pool.free_pages:
             return
+        if pool.fixed:
+            pool.require(wanted)
         least = pool.pages + wanted - pool.free_pages
+        most = self._pages_within_budget(pool, least)
         try:
-            pool.grow(max(least, pool.pages * 3 // 2))
+            pool.grow(min(max(least, pool.pages * 3 // 2), most))
         except torch.OutOfMemoryError:
             pool.grow(least)
         for user in pool.users:
             user._bind()  # which lets go of the old planes
 
+    def _pages_within_budget(self, pool: PagePool, least: int) -> int:
+        """How many pages the pool may have beside the others. CapacityError where these are fewer than ``least``."""
+        budget = self.shape.budget
+        if budget is None:
+            return NEVER
+        others = sum(each.allocated_bytes for each in self._pools() if each is not pool)
+        most = (budget - others) // pool.page_bytes
+        if least > most:
+            raise CapacityError(
+                f"{least} {pool.what} pages take {others + least * pool.page_bytes} bytes with the others, the budget "
+                f"is {budget} bytes: give a larger --kv-cache-budget, a smaller cache mode or fewer tokens"
+            )
+        return most
+
     def _bind(self) -> None:
         """Give each layer its share of the planes and tables, where these have changed their addresses."""
-        raw, t = self.raw.planes, self.tables
-        folded = raw if self.native is None else self.native.planes  # without folded rows nothing reads them
-        scales = [folded.get(f"{part}_scale", folded[part]) for part in "kv"]
+        self.bindings += 1
+        t = self.tables
         for i, state in enumerate(self._states):
-            state.pages = Pages(
-                k=folded["k"][i],
-                v=folded["v"][i],
-                k_scale=scales[0][i],
-                v_scale=scales[1][i],
-                raw_k=raw["k"][i],
-                raw_v=raw["v"][i],
+            state.pages = self.pages_of(
+                i,
                 table=t.table,
                 raw_table=t.raw_table,
                 ranges=t.ranges,
@@ -276,6 +356,21 @@ class PagedStorage:
                 length=t.lengths,
             )
 
+    def pages_of(self, layer: int, **tables: Tensor) -> Pages:
+        """A layer's planes, with these tables."""
+        raw = self.raw.planes
+        folded = raw if self.native is None else self.native.planes  # without folded rows nothing reads them
+        k_scale, v_scale = (folded.get(f"{part}_scale", folded[part])[layer] for part in "kv")
+        return Pages(
+            k=folded["k"][layer],
+            v=folded["v"][layer],
+            k_scale=k_scale,
+            v_scale=v_scale,
+            raw_k=raw["k"][layer],
+            raw_v=raw["v"][layer],
+            **tables,
+        )
+
     @contextmanager
     def _or_say_why(self, tokens: int) -> Iterator[None]:
         """A CUDA out-of-memory error as one line for the user."""
@@ -285,17 +380,19 @@ class PagedStorage:
             shape = self.shape
             rows = shape.batch * shape.num_layers * shape.num_kv_heads * tokens
             wanted = rows * shape.layout.bytes_per_token(shape.dtype)
-            raise KvcoreError(
+            raise CapacityError(
                 f"out of memory on {self.device}: the pages of {tokens} tokens in mode {shape.name} take about "
                 f"{wanted} bytes, and they grow by a copy; use a smaller cache mode or a shorter context"
             ) from error
 
-    def _plan(self, count: int) -> PrefillPlan:
-        rows = range(self.shape.batch)
-        host, live = [self.tables.slots(row) for row in rows], [self.tables.live(row) for row in rows]
-        plan = PrefillPlan.create(host, count, self.device, live)
-        cap = self.shape.cap
-        return plan if self.window is None or cap is None else capped(plan, cap)
+    def _plan(self, count: int, cap: Cap | None) -> PrefillPlan:
+        """The plan of the step under way, the same for every layer with the same rule."""
+        if cap not in self._plans:
+            rows = range(self.shape.batch)
+            host, live = [self.tables.slots(row) for row in rows], [self.tables.live(row) for row in rows]
+            plan = PrefillPlan.create(host, count, self.device, live)
+            self._plans[cap] = plan if cap is None else capped(plan, cap)
+        return self._plans[cap]
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Triton launches on torch's current device."""
@@ -316,8 +413,18 @@ class PagedLayer:
     def tokens(self) -> int:
         return self._state.tokens
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
-        """One launch writes the new rows and both queries, then attention: see `CacheLayer.step`."""
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        *,
+        angles: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """One launch writes the new rows and both queries, then attention: see `CacheLayer.step`. With ``angles`` of
+        `PagedStorage.angles`, q and k come before the rotary embedding."""
         storage, state, count = self._storage, self._state, int(k.shape[2])
         self._check(q, k, v, count)
         if self.tokens == storage.tokens:
@@ -325,51 +432,25 @@ class PagedLayer:
         elif self.tokens + count != storage.tokens:
             raise ValueError(f"layer {self.layer} is {storage.tokens - self.tokens} rows behind, and gets {count}")
         with on_device(storage.device):
-            queries = self._append(q, k, v, count)
+            queries = append_rows(state.pages, self.layout, state.k_matrix, q, k, v, angles)
             state.tokens += count
-            if storage.window is not None:
-                window = storage.window if window is None else min(window, storage.window)
+            plan, window = storage.way(count, window)
             out = storage.attend(
                 *queries,
                 state.pages,
                 self.layout,
-                plan=storage.plan,
+                plan=plan,
                 query_rows=count,
                 v_rotation=state.v_rotation,
                 scale=scale,
                 window=window,
             )
-        batch, _, _, dim = out.shape
-        by_head = out.unflatten(2, (count, -1)).transpose(2, 3)
-        return by_head.reshape(batch, -1, count, dim)
+        return by_position(out, count)
 
     def view(self) -> KVView:
         """The live rows in canonical form; waits for the device."""
         storage = self._storage
         return view_layer(storage.shape, storage.tables, storage.raw, storage.native, self.layer)
-
-    def _append(self, q: Tensor, k: Tensor, v: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Both queries, [B, Hkv, count · group, D]."""
-        pages = self._state.pages
-        shape = (len(k), k.shape[1], count, q.shape[1] // k.shape[1], q.shape[-1])
-        q_out = torch.empty(shape, dtype=q.dtype, device=q.device)
-        rotated = torch.empty(shape, dtype=torch.float16, device=q.device) if self.layout.k.quantized else None
-        append(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            None,
-            pages.raw_k,
-            pages.raw_v,
-            pages.raw_table,
-            pages.length,
-            pages.folded,
-            q_out,
-            q_pages=rotated,
-            k_matrix=self._state.k_matrix,
-        )
-        plain = q_out.flatten(2, 3)
-        return plain, plain if rotated is None else rotated.flatten(2, 3)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, count: int) -> None:
         shape, layout = self._storage.shape, self.layout
@@ -382,20 +463,47 @@ class PagedLayer:
                 raise InputError(f"{name} rows of shape {tuple(rows.shape)}: this layer takes {expected}")
 
 
+def append_rows(
+    pages: Pages,
+    layout: Layout,
+    k_matrix: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Write new rows into their pages, after the rotary embedding where there are ``angles``; returns both queries,
+    [B, Hkv, n · group, D]."""
+    shape = (len(k), k.shape[1], k.shape[2], q.shape[1] // k.shape[1], q.shape[-1])
+    q_out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    rotated = torch.empty(shape, dtype=torch.float16, device=q.device) if layout.k.quantized else None
+    append(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        angles,
+        pages.raw_k,
+        pages.raw_v,
+        pages.raw_table,
+        pages.length,
+        pages.folded,
+        q_out,
+        q_pages=rotated,
+        k_matrix=k_matrix,
+    )
+    plain = q_out.flatten(2, 3)
+    return plain, plain if rotated is None else rotated.flatten(2, 3)
+
+
+def by_position(out: Tensor, count: int) -> Tensor:
+    """Attention's output [B, Hkv, n · group, D] as [B, Hq, n, D]."""
+    batch, _, _, dim = out.shape
+    return out.unflatten(2, (count, -1)).transpose(2, 3).reshape(batch, -1, count, dim)
+
+
 def on_device(device: str) -> AbstractContextManager[object]:
     """Make ``device`` torch's current one, on which Triton launches, where it is another."""
     where = torch.device(device)
     if where.type != "cuda" or where.index in (None, torch.cuda.current_device()):
         return nullcontext()
     return torch.cuda.device(where)
-
-
-def _pages_for(shape: CacheShape) -> tuple[int, int]:
-    """Raw and native pages that ``capacity`` tokens of every sequence take; one at least, for kernels to point at."""
-    tokens, window = shape.capacity or FIRST_CAPACITY, shape.window
-    if shape.cap is not None:
-        tokens = min(tokens, shape.cap.tokens + min(shape.cap.window, CHUNK) + PAGE)
-    pages = raw = -(-tokens // PAGE)
-    if shape.layout.quantized and not shape.delegated:
-        raw = min(pages, -(-(window.recent_tokens + PAGE - 1 + CHUNK) // PAGE)) + (window.sink_tokens > 0)
-    return max(1, raw) * shape.batch, max(1, window.foldable(tokens) // PAGE) * shape.batch

@@ -16,11 +16,9 @@ from kvcore.layout import CacheShape, Codec, KVView
 from kvcore.ops import Array
 
 
-def page_sizes(rows: int, first: int) -> list[int]:
-    """How many rows each page gets: whole pages, after one of ``first`` rows where that is not 0."""
-    sizes = [first] if 0 < first < rows else []
-    rows -= sum(sizes)
-    return sizes + [min(PAGE, rows - start) for start in range(0, rows, PAGE)]
+def page_sizes(rows: int) -> list[int]:
+    """How many rows each page gets: whole pages, and what remains."""
+    return [min(PAGE, rows - start) for start in range(0, rows, PAGE)]
 
 
 def write_layer(

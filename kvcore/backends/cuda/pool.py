@@ -10,21 +10,30 @@ import torch
 from torch import Tensor
 
 from kvcore.backends.cuda.native import PAGE, NativePlane
-from kvcore.errors import KvcoreError
+from kvcore.errors import CapacityError, KvcoreError
 
 
 class PagePool:
     """Pages of all layers. A page has one number in every plane and layer: ``planes[name]`` [layers, pages, Hkv, ...].
 
-    What no sequence has written is uninitialised, and nothing reads it. ``what`` names the pages in errors.
+    What no sequence has written is uninitialised, and nothing reads it. ``what`` names the pages in errors. A ``fixed``
+    pool has its share of a budget, and does not grow.
     """
 
     def __init__(
-        self, planes: Iterable[NativePlane], layers: int, kv_heads: int, pages: int, device: str, what: str = "KV"
+        self,
+        planes: Iterable[NativePlane],
+        layers: int,
+        kv_heads: int,
+        pages: int,
+        device: str,
+        what: str = "KV",
+        *,
+        fixed: bool = False,
     ) -> None:
         self._shapes = tuple(planes)
         self._layers, self._kv_heads, self._device = layers, kv_heads, device
-        self.pages, self.what = pages, what
+        self.pages, self.what, self.fixed = pages, what, fixed
         self.page_bytes = bytes_per_page(self._shapes, layers, kv_heads)
         self.planes = self._allocate(pages)
         self._references = [0] * pages
@@ -53,13 +62,18 @@ class PagePool:
     def allocated_bytes(self) -> int:
         return self.pages * self.page_bytes
 
+    @property
+    def shared_pages(self) -> int:
+        """Pages with more than one reference."""
+        return sum(count > 1 for count in self._references)
+
     def references(self, page: int) -> int:
         return self._references[page]
 
     def require(self, count: int) -> None:
-        """KvcoreError where fewer than ``count`` pages are free."""
+        """CapacityError where fewer than ``count`` pages are free."""
         if count > self.free_pages:
-            raise KvcoreError(
+            raise CapacityError(
                 f"out of {self.what} pages: {count} needed, {self.free_pages} of {self.pages} free "
                 f"({PAGE} tokens each); end or shorten a sequence, or give the cache more memory"
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from kvcore.backends.cuda.native import PAGE
 from kvcore.layout import WindowPolicy
@@ -33,12 +34,12 @@ class PagedRows:
     """One sequence. The first native entry counts its sinks, whose codes it holds, as its own rows.
 
     ``rows_folded`` of ``rows`` live rows are in native pages; ``coming`` are native pages for the oldest raw ones,
-    which the step under way folds. ``position`` is that of the next token. ``headless``: the sequence's first rows were
-    dropped, so that no row becomes a sink.
+    which the step under way folds. ``position`` is that of the next token. ``first_rows``: the oldest rows that may be
+    sinks, fewer than there could be where a hole follows them.
     """
 
     folding: bool = True
-    headless: bool = False
+    first_rows: int = NEVER
     rows: int = 0
     rows_folded: int = 0
     position: int = 0
@@ -60,9 +61,15 @@ class PagedRows:
         """Rows that the last raw page still takes."""
         return PAGE - self.raw[-1].end if self.raw else 0
 
+    @property
+    def solid(self) -> bool:
+        """Whether no dead slot lies between live rows, so that slots are as far apart as rows."""
+        entries = [*self.native, *self.raw]
+        return all(a.end == PAGE and b.first == 0 for a, b in pairwise(entries))
+
     def sinks(self, window: WindowPolicy) -> int:
         """Raw rows that shadow the first native entry's."""
-        return 0 if self.sink_page is None else min(window.sink_tokens, self.native[0].end)
+        return 0 if self.sink_page is None else min(window.sink_tokens, self.native[0].end, self.first_rows)
 
     def fold_at(self, window: WindowPolicy) -> int:
         """Slots of the raw tail at which its oldest page folds: those of ``recent_tokens`` + 128 live rows."""

@@ -1,6 +1,6 @@
-"""y = x Wᵀ for a few rows of x, W in an affine form of 4 or 8 bits: reads W once, at the speed of memory.
+"""y = x Wᵀ for a few rows of x, W in an affine form of 4 or 8 bits or in 16 bits: reads W once, at the speed of memory.
 
-W's codes are the first operand of the tensor core instruction mma.m16n8k16 (16 outputs, 16 inputs), x the second. As in
+W's codes (or numbers) are the first operand of the tensor core instruction mma.m16n8k16 (16 outputs, 16 inputs), x the second. As in
 a page of the cache (docs/cuda.md), codes are stored such that what a lane loads is its own fragment. Lane = 4·g + t.
 In a step of 64 inputs, k = 32·h + 8·t + 4·j + 2·b + e is the tensor core's index (h, j, b, t, e): lanes read 8 inputs
 side by side. Within a group of inputs, scale and bias are one number each for an output:
@@ -127,10 +127,12 @@ def unpack_bytes(x):
 
 @constexpr_function
 def words_layout(bits, W):
-    regs = [[0, 0, 1], [0, 0, 2]] + ([[0, 32, 0]] if bits == 8 else [])
+    """Codes as words [W, 8 · bits, 4], or numbers [W, 128, 8]: a lane takes 16 bytes at a time."""
+    regs = [[0, 0, 1], [0, 0, 2]] + ([[0, 0, 4]] if bits == 16 else [])
+    regs += [[0, 32 << i, 0] for i in range((bits // 4).bit_length() - 1)]
     lanes = [[0, 1 << i, 0] for i in range(5)]
     warps = [[1 << i, 0, 0] for i in range(W.bit_length() - 1)]
-    return gl.DistributedLinearLayout(regs, lanes, warps, [], [W, 4 * bits * 2, 4])
+    return gl.DistributedLinearLayout(regs, lanes, warps, [], [W, 8 * bits, 8 if bits == 16 else 4])
 
 
 @constexpr_function
@@ -152,14 +154,19 @@ def sides_layout(W, groups):
 
 @jit
 def _codes(x, OPERAND: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr):
-    """The operand [W, 16, 64] of a step's words."""
-    if BITS == 4:
+    """The operand [W, 16, 64] of a step's words or numbers."""
+    if BITS == 16:
+        # W, h, j, g, t, b, r, e
+        y = gl.permute(gl.reshape(x, [W, 2, 2, 8, 4, 2, 2, 2]), [0, 6, 3, 1, 2, 5, 4, 7])
+    elif BITS == 4:
         # W, g, t, h, e, j, b, r
         y = unpack_nibbles(gl.reshape(x, [W, 8, 4, 2, 2]), DTYPE)
         y = gl.permute(y, [0, 7, 1, 3, 5, 6, 2, 4])
     else:
         # W, h, g, t, j, e, b, r
         y = unpack_bytes(gl.reshape(x, [W, 2, 8, 4, 2, 2]))
+        if gl.bfloat16 == DTYPE and not INTERPRET:  # whose products are in float32
+            y = y.to(gl.float32).to(gl.bfloat16)
         y = gl.permute(y, [0, 7, 2, 1, 4, 6, 3, 5])
     return gl.convert_layout(gl.reshape(y, [W, 16, 64]), OPERAND, assert_trivial=True)
 
@@ -216,16 +223,15 @@ def linear_rows(
     STAGES: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of 16 outputs). X [n, K], Y [n, M]; CODES, SIDES as `affine.AffineTiles` stores them.
+    """Grid (tiles of 16 outputs). X [n, K], Y [n, M]; CODES, SIDES as `linear.WeightTiles` stores them.
 
     NORMED: x is RMSNorm of X with weights NORM [K]. BIASED: BIAS [M] is added, ADD: ADDED [n, M]. GATED: outputs g and
-    g + 8 of a tile are gate and up of one result, y = silu(gate) · up, and M counts results, 8 a tile. The warps of a
+    g + 8 of a tile are gate and up of one result, y = silu(gate) · up, and M counts results, 8 a tile; BIAS is [2 · M]. The warps of a
     program take turns at the steps of 64 inputs, and their sums are added at the end.
     """
     STEPS: gl.constexpr = K // 64
     GROUPS: gl.constexpr = 2 if GROUP == 32 else 1
     DTYPE: gl.constexpr = X.dtype.element_ty
-    WORDS: gl.constexpr = 32 * BITS  # of a step
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, acc_layout, 2)
@@ -235,7 +241,9 @@ def linear_rows(
     side_lay: gl.constexpr = sides_layout(W, GROUPS)
     tile = gl.program_id(0)
     ring = gl.allocate_shared_memory(
-        CODES.dtype.element_ty, [STAGES, W, WORDS // 4, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        CODES.dtype.element_ty,
+        [STAGES, W, 8 * BITS, 8 if BITS == 16 else 4],
+        gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
     )
     side_ring = gl.allocate_shared_memory(
         SIDES.dtype.element_ty, [STAGES, W, GROUPS, 8, 4], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
@@ -260,10 +268,13 @@ def linear_rows(
         inside = gl.convert_layout(step < STEPS, gl.SliceLayout(1, gl.SliceLayout(2, x_layout(W, NP))))
         squares += gl.where(inside[:, None], more, 0.0)
         codes = _codes(ring.index(i % STAGES).load(lay), a_layout, BITS, W, DTYPE)
-        sides = side_ring.index(i % STAGES).load(side_lay)
-        if GROUPS == 1:
+        if BITS == 16:
+            acc = mma(codes, x, acc)
+        elif GROUPS == 1:
+            sides = side_ring.index(i % STAGES).load(side_lay)
             acc = _add_group(acc, codes, x, gl.reshape(sides, [W, 8, 4]), rows_layout, acc_layout, a_layout, NP)
         else:
+            sides = side_ring.index(i % STAGES).load(side_lay)
             c0, c1 = gl.split(gl.permute(gl.reshape(codes, [W, 16, 2, 32]), [0, 1, 3, 2]))
             x0, x1 = gl.split(gl.permute(gl.reshape(x, [W, 2, 32, NP]), [0, 2, 3, 1]))
             s0, s1 = gl.split(gl.permute(sides, [0, 2, 3, 1]))
@@ -285,6 +296,9 @@ def linear_rows(
         mean = gl.convert_layout(gl.sum(squares, 0), gl.SliceLayout(0, out)) / K
         y = y * (8.0 * gl.rsqrt(mean + eps))[None, :]
     if GATED:
+        if BIASED:
+            half = tile * 8 + r % 8
+            y = y + gl.load(BIAS + (r // 8) * M + half, mask=half < M, other=0.0).to(gl.float32)[:, None]
         gate, up = gl.split(gl.permute(gl.reshape(y, [2, 8, NP]), [1, 2, 0]))
         result = gate / (1.0 + gl.exp(-gate)) * up
         y = gl.reshape(gl.permute(gl.join(result, result), [2, 0, 1]), [16, NP])
@@ -306,25 +320,30 @@ def _copy_step(
     SLOT, SIDE_SLOT, CODES, SIDES, tile, i, STEPS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
     """Start the copies of the warps' i-th steps; those beyond the end become zeros."""
-    GROUPS: gl.constexpr = 2 if GROUP == 32 else 1
-    WORDS: gl.constexpr = 32 * BITS
+    ROWS: gl.constexpr = 8 * BITS
+    INNER: gl.constexpr = 8 if BITS == 16 else 4
     lay: gl.constexpr = words_layout(BITS, W)
     step = i * W + gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, lay)))
-    x = gl.arange(0, WORDS // 4, gl.SliceLayout(0, gl.SliceLayout(2, lay)))
-    e = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, lay)))
-    at = CODES + (tile.to(gl.int64) * STEPS + step)[:, None, None] * WORDS + (x[None, :, None] * 4 + e[None, None, :])
+    x = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, lay)))
+    e = gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(1, lay)))
+    first = (tile.to(gl.int64) * STEPS + step)[:, None, None] * (ROWS * INNER)
+    at = CODES + first + (x[None, :, None] * INNER + e[None, None, :])
     copy(SLOT, at, mask=(step < STEPS)[:, None, None] & (x >= 0)[None, :, None] & (e >= 0)[None, None, :])
-    side_lay: gl.constexpr = sides_layout(W, GROUPS)
-    part: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, side_lay))
+    if BITS < 16:
+        _copy_sides(SIDE_SLOT, SIDES, tile, i, STEPS, GROUP, W)
+
+
+@jit
+def _copy_sides(SLOT, SIDES, tile, i, STEPS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr):
+    GROUPS: gl.constexpr = 2 if GROUP == 32 else 1
+    lay: gl.constexpr = sides_layout(W, GROUPS)
+    part: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, lay))
     step = i * W + gl.arange(0, W, gl.SliceLayout(1, part))
     c = gl.arange(0, GROUPS, gl.SliceLayout(0, part))
-    g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, side_lay))))
-    s = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, side_lay))))
+    g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, lay))))
+    s = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, lay))))
     group = step[:, None] * 64 // GROUP + c[None, :]
-    at = (
-        SIDES
-        + (tile.to(gl.int64) * (STEPS * 64 // GROUP) + group)[:, :, None, None] * 32
-        + (g[None, None, :, None] * 4 + s[None, None, None, :])
-    )
+    first = (tile.to(gl.int64) * (STEPS * 64 // GROUP) + group)[:, :, None, None] * 32
+    at = SIDES + first + (g[None, None, :, None] * 4 + s[None, None, None, :])
     live = (step < STEPS)[:, None] & (c >= 0)[None, :]
-    copy(SIDE_SLOT, at, mask=live[:, :, None, None] & (g >= 0)[None, None, :, None] & (s >= 0)[None, None, None, :])
+    copy(SLOT, at, mask=live[:, :, None, None] & (g >= 0)[None, None, :, None] & (s >= 0)[None, None, None, :])

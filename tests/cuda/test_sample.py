@@ -1,0 +1,85 @@
+"""Sampling on the device draws what the host's sampler draws."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+from triton_device import DEVICE
+
+torch = pytest.importorskip("torch", reason="the package torch is not installed")
+
+from kvcore.backends.cuda.sample import DeviceSampler, Draw
+from kvcore.sampling import Sampler, SamplingParams
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.7},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 3.0, "top_k": 1500},
+    {"temperature": 1.0, "top_p": 0.6},
+    {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
+]
+
+
+def draw(settings: dict[str, Any]) -> Draw:
+    return Draw(**settings)
+
+
+def same_tokens(all_settings: list[dict[str, Any]], logits: np.ndarray, seen: list[list[int]], rounds: int) -> None:
+    """Each round a token for every sequence, which both sides have seen from then on."""
+    hosts = [Sampler(SamplingParams(seed=i, **settings)) for i, settings in enumerate(all_settings)]
+    twins = [Sampler(SamplingParams(seed=i, **settings)) for i, settings in enumerate(all_settings)]
+    device = DeviceSampler([draw(settings) for settings in all_settings], logits.shape[1], DEVICE, seen)
+    on_device, seen = torch.from_numpy(logits).to(DEVICE), [list(ids) for ids in seen]
+    for _ in range(rounds):
+        uniform = torch.tensor([twin.uniform() for twin in twins], dtype=torch.float32, device=DEVICE)
+        got = device(on_device, uniform).tolist()
+        for row, (host, settings) in enumerate(zip(hosts, all_settings, strict=True)):
+            want = host(logits[row], seen[row])
+            if settings["temperature"] == 0:
+                host.uniform()  # a greedy sequence draws on the device too, for nothing
+            assert got[row] == want
+            seen[row].append(want)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_one_sequence(settings: dict[str, Any]) -> None:
+    logits = np.random.default_rng(0).standard_normal((1, 2000)).astype(np.float32) * 3
+    same_tokens([settings], logits, [[5, 17, int(logits.argmax())]], 60)
+
+
+def test_a_batch_where_each_has_its_own_settings() -> None:
+    logits = np.random.default_rng(1).standard_normal((len(SETTINGS), 2000)).astype(np.float32) * 3
+    same_tokens(SETTINGS, logits, [[i, i + 1] for i in range(len(SETTINGS))], 30)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 1.0}, {"temperature": 1.0, "top_k": 7}, {"temperature": 1.0, "top_p": 0.5}]
+)
+def test_the_largest_number_draws_a_candidate(settings: dict[str, Any]) -> None:
+    """Rounding of the cumulative sum never leads to a token that was ruled out."""
+    logits = np.full((1, 1000), -50.0, np.float32)
+    logits[0, :10] = np.linspace(0, -2, 10)
+    token = DeviceSampler([draw(settings)], 1000, DEVICE, [[]])(
+        torch.from_numpy(logits).to(DEVICE), torch.tensor([1 - 2**-24], device=DEVICE)
+    )
+    assert token.item() < 10
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_give_no_token(bad: float) -> None:
+    logits = torch.zeros(2, 50, device=DEVICE)
+    logits[1, 3] = bad
+    for settings in ({"temperature": 0.0}, {"temperature": 1.0, "top_k": 3}):
+        tokens = DeviceSampler([draw(settings)] * 2, 50, DEVICE, [[], []])(logits, torch.full((2,), 0.5, device=DEVICE))
+        assert tokens[0] >= 0
+        assert tokens[1] == -1
+
+
+def test_settings_have_the_host_s_names() -> None:
+    assert set(asdict(Draw(0.0))) < set(asdict(SamplingParams()))

@@ -7,15 +7,17 @@ after one R_Vᵀ on their sum, with the raw rows. K's scale multiplies the logit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
 from kvcore.backends import Backend
 from kvcore.cache import Cache, CacheRows, CacheSpec, ContiguousStorage, LayerKernels, Storage
-from kvcore.errors import UnsupportedError
-from kvcore.layout import Codec, KVView, Rotation, WindowPolicy
+from kvcore.errors import CapacityError, UnsupportedError
+from kvcore.layout import CacheShape, Codec, KVView, Rotation, WindowPolicy
+from kvcore.layout.footprint import FOREVER, bytes_needed, reserving, tokens_in
 from kvcore.modes import CODEC_FUNCTIONS, Mode
 from kvcore.ops import Array, Ops
 from kvcore.registry import Decision, Kernel, KernelQuery, Registry
@@ -192,6 +194,7 @@ def decide(backend: Backend, registry: Registry, spec: CacheSpec, policy: str = 
             head_dim=spec.head_dim,
             v_head_dim=spec.v_head_dim,
             gqa_ratio=spec.num_q_heads // spec.num_kv_heads,
+            mask="sliding" if spec.sliding or spec.cap is not None else "causal",
             windowed=spec.mode.quantized,
             page_size=window.page_size,
             sink_tokens=window.sink_tokens,
@@ -207,24 +210,77 @@ def decide(backend: Backend, registry: Registry, spec: CacheSpec, policy: str = 
     return decisions
 
 
-def make_cache(backend: Backend, spec: CacheSpec, *, kernels: str = "auto", registry: Registry | None = None) -> Cache:
+def layer_kernels(decisions: Sequence[Decision]) -> LayerKernels:
+    """The callables of contiguous storage; a step with more query rows than a kernel takes goes to `attend_graph`."""
+    by_op = {decision.query.op: decision for decision in decisions}
+    few, limit = by_op["attend"].run, by_op["attend"].max_rows
+
+    def attend(ops: Ops, q: Array, view: KVView, scale: float, window: int | None) -> Array:
+        run = few if int(q.shape[2]) <= cast(int, limit) else attend_graph
+        return run(ops, q, view, scale, window)
+
+    return LayerKernels(encode=by_op["encode"].run, attend=few if limit is None else attend)
+
+
+def make_cache(
+    backend: Backend,
+    spec: CacheSpec,
+    *,
+    kernels: str = "auto",
+    registry: Registry | None = None,
+    pools: object | None = None,
+) -> Cache:
     """A cache whose kernels are resolved once, here, with the storage that they work on.
 
-    ``kernels`` is the policy: auto, fused or graph.
+    ``kernels`` is the policy: auto, fused or graph. With ``pools`` of `make_pools` its pages are theirs.
     """
     decisions = decide(backend, registry or default_registry(backend), spec, kernels)
     run = {decision.query.op: decision.run for decision in decisions}
+    kind, shape = decisions[0].storage, spec.shape()
+    limit = None if spec.budget is None else tokens_in(shape, spec.budget, kind)
+    if spec.budget is not None:
+        shape = _within(shape, spec.budget, limit, kind)
     storage: Storage
-    if decisions[0].storage == "paged":
-        storage = backend.paged_storage(spec.shape(), attend=run["attend"], make_fold=run["encode"])
+    if kind == "paged":
+        shared = {} if pools is None else {"pools": pools}
+        storage = backend.paged_storage(shape, attend=run["attend"], make_fold=run["encode"], **shared)
     else:
         storage = ContiguousStorage(
             backend.ops,
-            spec.shape(),
-            LayerKernels(encode=run["encode"], attend=run["attend"]),
+            shape,
+            layer_kernels(decisions),
             raise_on_nonfinite=backend.raise_on_nonfinite,
         )
-    return Cache(backend.ops, spec, storage, decisions)
+    return Cache(backend.ops, spec, storage, decisions, limit)
+
+
+def _within(shape: CacheShape, budget: int, limit: int | None, kind: str) -> CacheShape:
+    """The shape with room for what the budget holds at most. CapacityError where that is not one token."""
+    if limit == 0:
+        least = bytes_needed(shape, 1, kind)
+        raise CapacityError(
+            f"a KV budget of {budget} bytes holds no token: in mode {shape.name} the first takes {least} bytes; give a "
+            "larger --kv-cache-budget"
+        )
+    return reserving(shape, FOREVER if limit is None else limit)
+
+
+def make_pools(
+    backend: Backend,
+    spec: CacheSpec,
+    budget: int,
+    *,
+    raw_pages: int,
+    kernels: str = "auto",
+    registry: Registry | None = None,
+) -> Any:
+    """Pages of ``budget`` bytes for many caches of ``spec``, ``raw_pages`` of them raw where the mode quantizes; None
+    where its kernels do not work on pages. CapacityError where there is no memory for them."""
+    decisions = decide(backend, registry or default_registry(backend), spec, kernels)
+    if decisions[0].storage != "paged":
+        return None
+    run = {decision.query.op: decision.run for decision in decisions}
+    return backend.paged_pools(spec.shape(), budget, raw_pages=raw_pages, make_fold=run["encode"])
 
 
 def convert_cache(

@@ -14,6 +14,10 @@ class KvcoreError(Exception):
     exit_code = 1
 
 
+class CapacityError(KvcoreError):
+    """Rows that find no room: beyond a budget, or beyond what the device has. Nothing has changed."""
+
+
 class InputError(KvcoreError):
     """Something the caller gave cannot be used: an argument, a prompt, a setting. Exit code 2."""
 
@@ -38,3 +42,14 @@ class BackendError(InputError):
 
 class NonFiniteError(KvcoreError):
     """The reference backend met a NaN or an infinity where rows are quantized."""
+
+
+_OUT_OF_MEMORY = ("out of memory", "unable to allocate", "can't allocate memory", "bad_alloc", "[malloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """CapacityError, MemoryError, and what torch and MLX raise instead: RuntimeErrors of which only the text tells."""
+    if isinstance(error, CapacityError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(mark in text for mark in _OUT_OF_MEMORY)

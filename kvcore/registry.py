@@ -100,7 +100,7 @@ class Kernel:
     ``load`` returns the callable and runs only when the kernel is taken. ``requires`` names packages that must
     be importable: an absent one is a reason, one that is there and fails to import is an error. ``extra``
     checks what a constraint on one field cannot say, and returns reasons; ``extra_words`` say what. ``storage`` is the
-    kind of cache that the kernel works on.
+    kind of cache that the kernel works on. ``max_rows``: a step of more query rows goes to the graph kernel.
     """
 
     name: str
@@ -113,6 +113,7 @@ class Kernel:
     extra: Callable[[KernelQuery], list[str]] | None = None
     extra_words: str = "further conditions"
     storage: Storage = "contiguous"
+    max_rows: int | None = None
 
     def reasons_against(self, query: KernelQuery) -> list[str]:
         """Every reason why this kernel cannot serve ``query``; empty where it can.
@@ -157,12 +158,14 @@ class Decision:
     policy: str
     rejected: tuple[Rejection, ...] = ()
     storage: Storage = "contiguous"
+    max_rows: int | None = None
     run: Callable[..., Any] = field(repr=False, compare=False, default=lambda *_: None)
 
     def explain(self) -> str:
         """One line: the kernel, its kind, and why better candidates were passed over."""
         why = "; ".join(f"{r.kernel}: {', '.join(r.reasons)}" for r in self.rejected)
-        return f"{self.query.op}: {self.kernel} ({self.kind})" + (f" because {why}" if why else "")
+        rows = "" if self.max_rows is None else f" up to {self.max_rows} query rows, graph beyond"
+        return f"{self.query.op}: {self.kernel} ({self.kind}){rows}" + (f" because {why}" if why else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: doctor, health pages and benchmark rows show the same words."""
@@ -172,6 +175,7 @@ class Decision:
             "kind": self.kind,
             "policy": self.policy,
             "storage": self.storage,
+            "max_rows": self.max_rows,
             "query": asdict(self.query),
             "rejected": [{"kernel": r.kernel, "reasons": list(r.reasons)} for r in self.rejected],
         }
@@ -204,7 +208,8 @@ class Registry:
                 reasons = ["it is a graph fallback, and --kernels fused was asked for"]
             if not reasons:
                 passed_over, run = tuple(rejected), kernel.load()
-                return Decision(query, kernel.name, kernel.kind, policy, passed_over, kernel.storage, run)
+                shown = (query, kernel.name, kernel.kind, policy, passed_over, kernel.storage, kernel.max_rows)
+                return Decision(*shown, run)
             rejected.append(Rejection(kernel.name, tuple(reasons)))
         return self._refuse(query, policy, rejected)
 

@@ -3,15 +3,17 @@ backend."""
 
 from kvcore.cache.cache import Cache, CacheRows, CacheSpec
 from kvcore.cache.contiguous import ContiguousStorage
+from kvcore.cache.group import CacheGroup, group_key
 from kvcore.cache.layer import LayerCache, LayerKernels
 from kvcore.cache.positions import Hole
 from kvcore.cache.prefix import PrefixCounters, Prefixes
 from kvcore.cache.rows import RowBuffer
-from kvcore.cache.storage import CacheLayer, RowStorage, Storage
+from kvcore.cache.storage import CacheLayer, RowStorage, StepCache, Storage
 from kvcore.layout import CacheStats
 
 __all__ = [
     "Cache",
+    "CacheGroup",
     "CacheLayer",
     "CacheRows",
     "CacheSpec",
@@ -24,5 +26,7 @@ __all__ = [
     "Prefixes",
     "RowBuffer",
     "RowStorage",
+    "StepCache",
     "Storage",
+    "group_key",
 ]

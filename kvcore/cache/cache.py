@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from kvcore.cache.positions import Hole, Positions
-from kvcore.cache.storage import CacheLayer, RowStorage, Storage
+from kvcore.cache.storage import CacheLayer, RowStorage, Storage, TurningStorage
 from kvcore.cache.view import dense_rows
-from kvcore.errors import InputError, UnsupportedError
+from kvcore.errors import CapacityError, InputError, UnsupportedError
 from kvcore.layout import CacheShape, CacheStats, Cap, KVView, WindowPolicy
+from kvcore.layout.footprint import bytes_needed
 from kvcore.modes import Mode
 from kvcore.ops import Array, Ops
 from kvcore.registry import Decision
@@ -21,7 +24,9 @@ class CacheSpec:
     """The shape of a cache: what the model asks for and what the user chose.
 
     ``capacity``: tokens that will come, where that is known. Paged storage reserves them, and no storage ends there.
-    With a ``cap`` the middle of longer sequences is dropped. ``model`` is a fingerprint, for caches that share rows.
+    With a ``cap`` the middle of longer sequences is dropped. ``sliding``: layers attend through windows of their own.
+    ``budget``: most bytes that rows may take, with steps of at most ``step`` tokens. ``model`` is a fingerprint, for
+    caches that share rows.
     """
 
     mode: Mode
@@ -35,7 +40,10 @@ class CacheSpec:
     v_head_dim: int | None = None
     capacity: int | None = None
     cap: Cap | None = None
+    sliding: bool = False
+    budget: int | None = None
     model: str = ""
+    step: int = 512
 
     def shape(self) -> CacheShape:
         """The same for storage. UnsupportedError where a codec cannot store vectors of that width."""
@@ -51,6 +59,8 @@ class CacheSpec:
             batch=self.batch,
             capacity=self.capacity,
             cap=self.cap,
+            step=self.step,
+            budget=self.budget,
         )
 
 
@@ -79,8 +89,16 @@ class Cache:
     The life of a cache is the same whatever its storage: contiguous, for graph operations, or in pages.
     """
 
-    def __init__(self, ops: Ops, spec: CacheSpec, storage: Storage, decisions: tuple[Decision, ...] = ()) -> None:
-        self.spec, self.storage, self.decisions = spec, storage, decisions
+    def __init__(
+        self,
+        ops: Ops,
+        spec: CacheSpec,
+        storage: Storage,
+        decisions: tuple[Decision, ...] = (),
+        limit: int | None = None,
+    ) -> None:
+        """``limit``: the most tokens for which the budget is enough; None where it always is."""
+        self.spec, self.storage, self.decisions, self.limit = spec, storage, decisions, limit
         self._ops = ops
         self._handed_over = not spec.mode.delegated
         self._positions = Positions()
@@ -104,14 +122,53 @@ class Cache:
         return self.tokens + self._positions.missing
 
     @property
+    def offsets(self) -> Sequence[int]:
+        """`offset` of each sequence, all alike."""
+        return (self.offset,) * self.spec.batch
+
+    @property
+    def rows_folded(self) -> int:
+        """Live rows in quantized pages, of a layer that is not a boundary layer."""
+        return self._rows().rows_folded
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of live rows, as in `stats`."""
+        return self._rows().live_bytes
+
+    @property
     def step_limit(self) -> int | None:
-        """Most tokens of a step; None where there is no cap. A longer one has rows that its own newest do not see."""
-        return None if self.spec.cap is None else self.spec.cap.window
+        """Most tokens of a step; None where there is neither a cap, in which a longer one has rows that its own newest
+        do not see, nor a budget, which reckons with chunks."""
+        cap, budget = self.spec.cap, self.spec.budget
+        limits = [*([] if cap is None else [cap.window]), *([] if budget is None else [self.spec.step])]
+        return min(limits, default=None)
 
     def begin_step(self, count: int) -> None:
-        """Before a step of ``count`` tokens: with a cap, rows that none of them sees are dropped."""
+        """Before a step of ``count`` tokens: with a cap, rows that none of them sees are dropped.
+
+        CapacityError where the budget is not enough for the others and the new ones.
+        """
         if self.spec.cap is not None and count > 0:
             self._drop_beyond(self.spec.cap.tokens - 1)
+        self.require(self.tokens + count)
+
+    def require(self, tokens: int) -> None:
+        """CapacityError where the budget is not enough for so many tokens, which says what they take."""
+        if self.limit is None or tokens <= self.limit:
+            return
+        kind = self.decisions[0].storage if self.decisions else "contiguous"
+        needed = bytes_needed(self.spec.shape(), tokens, kind)
+        raise CapacityError(
+            f"{tokens} tokens take {needed} bytes of cache in mode {self.mode.name}, the budget is {self.spec.budget} "
+            f"bytes and holds {self.limit} tokens: give a larger --kv-cache-budget, a smaller cache mode, a "
+            "--max-kv-size or fewer tokens"
+        )
+
+    def angles(self, inv_freq: np.ndarray, count: int) -> tuple[Array, Array] | None:
+        """Begin a step of ``count`` tokens: cos and sin of their positions where the layers apply the rotary embedding
+        themselves (`TurningStorage`), else None."""
+        return self.storage.angles(inv_freq, count) if isinstance(self.storage, TurningStorage) else None
 
     def begin_decode(self) -> None:
         """The hand-over of a delegated mode: all but the window is folded now, later rows page by page. One-way; a
@@ -131,6 +188,10 @@ class Cache:
                 raise InputError(f"cannot accept {accepted} of {pending} pending rows")
             self.trim(pending - accepted)
         self.storage.commit()
+        self.cut_to_cap()
+
+    def cut_to_cap(self) -> None:
+        """Drop what is beyond the cap; part of `commit`."""
         if self.spec.cap is not None:
             self._drop_beyond(self.spec.cap.tokens)
 
@@ -166,8 +227,8 @@ class Cache:
         host's. Raw rows are converted to this cache's dtype, codes never. With a cap the middle is dropped."""
         if self.tokens:
             raise InputError(f"rows are loaded into an empty cache: this one holds {self.tokens} tokens")
-        inner = (hole.at for hole in rows.holes if hole.at < rows.tokens)
-        first = min(inner, default=self.spec.window.sink_tokens)
+        first = min((hole.at for hole in rows.holes), default=self.spec.window.sink_tokens)
+        self.require(rows.tokens if self.spec.cap is None else min(rows.tokens, self.spec.cap.tokens))
         self._rows().load(rows.views, min(first, self.spec.window.sink_tokens), rows.handed_over)
         self._positions = Positions(list(rows.holes))
         self._handed_over = rows.handed_over
@@ -176,7 +237,7 @@ class Cache:
 
     def fork(self) -> Cache:
         """Another cache with the same rows, independent of this one. Rows are shared until one of the two writes."""
-        other = Cache(self._ops, self.spec, self._rows().fork(), self.decisions)
+        other = Cache(self._ops, self.spec, self._rows().fork(), self.decisions, self.limit)
         other._positions, other._handed_over = self._positions.copy(), self._handed_over
         return other
 
@@ -193,6 +254,11 @@ class Cache:
     def shorten(self, tokens: int) -> None:
         """Forget what any layer holds beyond ``tokens`` rows: the way back from a step that failed between layers."""
         self.storage.shorten(tokens)
+
+    def checkpoint(self) -> Callable[[], None]:
+        """What takes back a step that fails from here on."""
+        tokens = self.tokens
+        return lambda: self.shorten(tokens)
 
     def _drop_beyond(self, tokens: int) -> None:
         """Drop the rows after the kept ones so that ``tokens`` remain."""

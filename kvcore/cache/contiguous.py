@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 
 from kvcore.cache.layer import LayerCache, LayerKernels
 from kvcore.layout import CODECS, CacheShape, CacheStats, KVView, Layout
+from kvcore.layout.footprint import FOREVER, Rows, rows_needed
 from kvcore.ops import Array, Ops
 
 
@@ -16,10 +18,13 @@ class ContiguousStorage:
     def __init__(self, ops: Ops, shape: CacheShape, kernels: LayerKernels, *, raise_on_nonfinite: bool = False) -> None:
         self._shape = shape
         raw = Layout(CODECS["raw"], CODECS["raw"], shape.layout.k_dim, shape.layout.v_dim)
+        layouts = [
+            raw if shape.window.is_raw_layer(i, shape.num_layers) else shape.layout for i in range(shape.num_layers)
+        ]
         self.layers = [
             LayerCache(
                 ops,
-                raw if shape.window.is_raw_layer(layer, shape.num_layers) else shape.layout,
+                layout,
                 shape.window,
                 kernels,
                 layer=layer,
@@ -27,13 +32,22 @@ class ContiguousStorage:
                 kv_heads=shape.num_kv_heads,
                 dtype=shape.dtype,
                 cap=shape.cap,
+                room=_room(shape, layout)[0],
                 raise_on_nonfinite=raise_on_nonfinite,
             )
-            for layer in range(shape.num_layers)
+            for layer, layout in enumerate(layouts)
         ]
         if shape.delegated:
             for layer in self.layers:
                 layer.folding = False
+
+    @property
+    def rows_folded(self) -> int:
+        return max(layer.rows_folded for layer in self.layers)
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(layer.live_bytes() for layer in self.layers)
 
     def commit(self) -> None:
         for layer in self.layers:
@@ -41,8 +55,9 @@ class ContiguousStorage:
 
     def hand_over(self) -> None:
         for layer in self.layers:
-            layer.folding = layer.layout.quantized
-        self.commit()
+            room = _room(self._shape, layer.layout)[1]
+            layer.hand_over(None if room is None else room.tail)
+            layer.commit()  # layer by layer: one gives its raw rows back before the next takes room for quantized ones
 
     def trim(self, count: int) -> None:
         for layer in self.layers:
@@ -73,7 +88,7 @@ class ContiguousStorage:
             tokens=self.layers[-1].tokens,
             rows_raw=shown.rows_tail + shown.rows_sinks,
             rows_folded=shown.rows_folded,
-            kv_bytes=sum(layer.live_bytes() for layer in self.layers),
+            kv_bytes=self.live_bytes,
             kv_bytes_raw=sum(layer.tokens for layer in self.layers) * raw_row * heads,
             kv_bytes_allocated=sum(layer.allocated_bytes() for layer in self.layers),
             nonfinite_rows=sum(layer.nonfinite_rows() for layer in self.layers),
@@ -81,3 +96,11 @@ class ContiguousStorage:
 
     def arrays(self) -> list[Array]:
         return [array for layer in self.layers for array in layer.arrays()]
+
+
+def _room(shape: CacheShape, layout: Layout) -> tuple[Rows | None, Rows | None]:
+    """Rows that a layer takes room for at once, before and after a hand-over; None without a budget."""
+    if shape.budget is None:
+        return None, None
+    tokens = FOREVER if shape.capacity is None else shape.capacity
+    return rows_needed(replace(shape, layout=layout), tokens)

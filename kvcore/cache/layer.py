@@ -11,7 +11,8 @@ import numpy as np
 from kvcore.cache.rows import RowBuffer
 from kvcore.cache.view import dense_rows
 from kvcore.errors import InputError, NonFiniteError
-from kvcore.layout import Cap, Codec, KVView, Layout, Rotation, WindowPolicy
+from kvcore.layout import Cap, Codec, KVView, Layout, Rotation, WindowPolicy, visible
+from kvcore.layout.footprint import Rows
 from kvcore.ops import Array, Ops
 
 _ENCODE_ROWS = 4096  # rows folded in one go: bounds the float32 workspace of a hand-over
@@ -35,13 +36,22 @@ class _Part:
     __slots__ = ("codec", "folded", "rotation", "sinks", "tail")
 
     def __init__(
-        self, ops: Ops, codec: Codec, dim: int, shape: tuple[int, int], dtype: str, rotation: Rotation | None
+        self,
+        ops: Ops,
+        codec: Codec,
+        dim: int,
+        shape: tuple[int, int],
+        dtype: str,
+        rotation: Rotation | None,
+        room: Rows | None,
     ) -> None:
         self.codec, self.rotation = codec, rotation
-        self.tail = RowBuffer(ops, *shape, dim, dtype)
-        self.sinks = RowBuffer(ops, *shape, dim, dtype, first_capacity=0)
+        first, exact = room or Rows(256, 0, 256), room is not None
+        self.tail = RowBuffer(ops, *shape, dim, dtype, first.tail, exact=exact)
+        self.sinks = RowBuffer(ops, *shape, dim, dtype, first.sinks, exact=exact)
         self.folded = {
-            plane.name: RowBuffer(ops, *shape, plane.width(dim), plane.resolve(dtype)) for plane in codec.planes
+            plane.name: RowBuffer(ops, *shape, plane.width(dim), plane.resolve(dtype), first.folded, exact=exact)
+            for plane in codec.planes
         }
 
     def buffers(self) -> list[RowBuffer]:
@@ -73,8 +83,10 @@ class LayerCache:
         kv_heads: int,
         dtype: str,
         cap: Cap | None = None,
+        room: Rows | None = None,
         raise_on_nonfinite: bool = False,
     ) -> None:
+        """``room``: rows to take at once, where a budget counts them."""
         self._ops, self._window, self._kernels, self._cap = ops, window, kernels, cap
         self._raise_on_nonfinite = raise_on_nonfinite
         self.layout = layout
@@ -84,8 +96,8 @@ class LayerCache:
         self._shape = shape = (batch, kv_heads)
         k_rotation = Rotation.create(ops, layer, "k", layout.k_dim) if layout.k.codebook else None
         v_rotation = Rotation.create(ops, layer, "v", layout.v_dim) if layout.v.codebook else None
-        self._k = _Part(ops, layout.k, layout.k_dim, shape, dtype, k_rotation)
-        self._v = _Part(ops, layout.v, layout.v_dim, shape, dtype, v_rotation)
+        self._k = _Part(ops, layout.k, layout.k_dim, shape, dtype, k_rotation, room)
+        self._v = _Part(ops, layout.v, layout.v_dim, shape, dtype, v_rotation, room)
         self._folded_rows = 0
         self._first_rows = window.sink_tokens  # of the oldest rows: those that may become sinks at the first fold
 
@@ -126,14 +138,19 @@ class LayerCache:
     def attend(self, q: Array, scale: float, window: int | None = None) -> Array:
         """Attention of ``q`` [B, Hq, n, k_dim], the queries of the newest n rows, over all live rows.
 
-        Causal among the newest rows; with ``window`` a query sees its own and the ``window`` - 1 rows before it. A cap
-        hides what it would have dropped by then. Returns [B, Hq, n, v_dim] in q's dtype.
+        Causal among the newest rows; with ``window`` a query sees its own and the ``window`` - 1 live rows before it. A
+        cap hides what it would have dropped by then. Returns [B, Hq, n, v_dim] in q's dtype.
         """
-        view, cap = self.view(), self._cap
-        if cap is not None and view.tokens > cap.tokens:
-            window = cap.window if window is None else min(window, cap.window)
-            view = replace(view, keep=cap.keep)
-        return self._kernels.attend(self._ops, q, view, scale, window)
+        view = self.view()
+        window, keep = visible(self._cap, window, view.tokens)
+        return self._kernels.attend(self._ops, q, replace(view, keep=keep) if keep else view, scale, window)
+
+    def hand_over(self, tail: int | None) -> None:
+        """Rows fold from now on; the raw tail that is left needs room for ``tail`` rows (None: as it grows)."""
+        self.folding = self.layout.quantized
+        for part in (self._k, self._v):
+            if tail is not None and self.folding:
+                part.tail.first_capacity = tail
 
     def commit(self) -> int:
         """Fold the oldest raw rows, whole pages at a time, where the window policy says so; returns their number."""
@@ -167,8 +184,8 @@ class LayerCache:
             part.sinks.truncate(min(part.sinks.length, self._folded_rows))
             for buffer in part.folded.values():
                 buffer.truncate(self._folded_rows)
-        if self._folded_rows == 0 and self.tokens <= self._first_rows:
-            self._first_rows = self._window.sink_tokens
+        if count and self._folded_rows == 0 and self.tokens <= self._first_rows:
+            self._first_rows = self._window.sink_tokens  # no hole is left
 
     def drop(self, first: int, count: int) -> None:
         """Forget ``count`` rows from live row ``first`` on; the others stay as they are stored.
@@ -179,6 +196,7 @@ class LayerCache:
             raise InputError(f"cannot drop {count} rows from row {first} on: the cache holds {self.tokens}")
         if first + count == self.tokens:
             self.trim(count)
+            self._first_rows = min(self._first_rows, first) if count else self._first_rows
             return
         from_folded = max(0, min(first + count, self._folded_rows) - first)
         in_tail = max(0, first - self._folded_rows)

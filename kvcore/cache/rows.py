@@ -10,27 +10,39 @@ class RowBuffer:
 
     Capacity grows by half: n appends copy less than three times the final size, and at most a third of a grown
     buffer is unused. Where the front goes a few rows at a time, the rest stays where it is until the end of the buffer
-    is reached. A buffer that is shared with a fork is copied before the first write.
+    is reached. A buffer that is shared with a fork is copied before the first write. An ``exact`` one has its first
+    capacity for what comes, and grows to no more than it needs.
     """
 
     __slots__ = (
         "_batch",
         "_buffer",
         "_dtype",
-        "_first_capacity",
+        "_exact",
         "_heads",
         "_ops",
         "_shared",
         "_width",
         "bytes_copied",
+        "first_capacity",
         "length",
         "reallocations",
         "start",
     )
 
-    def __init__(self, ops: Ops, batch: int, heads: int, width: int, dtype: str, first_capacity: int = 256) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        batch: int,
+        heads: int,
+        width: int,
+        dtype: str,
+        first_capacity: int = 256,
+        *,
+        exact: bool = False,
+    ) -> None:
         self._ops, self._batch, self._heads, self._width, self._dtype = ops, batch, heads, width, dtype
-        self._first_capacity = first_capacity
+        self.first_capacity, self._exact = first_capacity, exact
         self._buffer: Array | None = None
         self._shared = False
         self.start = 0
@@ -96,7 +108,8 @@ class RowBuffer:
 
     def fork(self) -> RowBuffer:
         """The same rows in the same array, until one of the two writes."""
-        other = RowBuffer(self._ops, self._batch, self._heads, self._width, self._dtype, self._first_capacity)
+        shape = self._ops, self._batch, self._heads, self._width, self._dtype
+        other = RowBuffer(*shape, self.first_capacity, exact=self._exact)
         other._buffer, other.start, other.length = self._buffer, self.start, self.length
         self._shared = other._shared = self._buffer is not None
         return other
@@ -108,8 +121,10 @@ class RowBuffer:
         if self.start + wanted <= self.capacity and not self._shared:
             return
         capacity = self.capacity
-        if wanted > capacity * 2 // 3:
-            capacity = max(wanted, self._first_capacity, capacity + capacity // 2)
+        if self._exact:
+            capacity = max(wanted, self.first_capacity)
+        elif wanted > capacity * 2 // 3:
+            capacity = max(wanted, self.first_capacity, capacity + capacity // 2)
         self._move(capacity)
 
     def _own(self) -> None:

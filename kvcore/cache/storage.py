@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self, runtime_checkable
+
+import numpy as np
 
 from kvcore.layout import CacheStats, KVView, Layout
 from kvcore.ops import Array
@@ -24,12 +26,37 @@ class CacheLayer(Protocol):
         """Keep new rows raw, then attend: the layer's share of a step. Nothing folds before the storage's commit.
 
         ``q`` [B, Hq, n, k_dim] and ``k`` [B, Hkv, n, k_dim] after RoPE, ``v`` [B, Hkv, n, v_dim]. The queries see all
-        live rows, causally among the new ones; with ``window`` a query sees its own and the ``window`` - 1 rows before
-        it. Returns [B, Hq, n, v_dim] in q's dtype. Raises InputError for other shapes.
+        live rows, causally among the new ones; with ``window`` a query sees its own and the ``window`` - 1 live rows
+        before it. Returns [B, Hq, n, v_dim] in q's dtype. Raises InputError for other shapes.
         """
 
     def view(self) -> KVView:
         """The live rows in canonical form, oldest first: for tests and for reading a cache, not for attention."""
+
+
+class StepCache(Protocol):
+    """What a step of a model needs: a `Cache`, or several that step together. ``offsets``: the position of the next
+    token of each sequence."""
+
+    @property
+    def layers(self) -> Sequence[CacheLayer]: ...
+    @property
+    def offsets(self) -> Sequence[int]: ...
+
+    def begin_step(self, count: int) -> None:
+        """Before a step of ``count`` tokens of each sequence."""
+
+    def angles(self, inv_freq: np.ndarray, count: int) -> tuple[Array, Array] | None:
+        """See `Cache.angles`."""
+
+    def checkpoint(self) -> Callable[[], None]:
+        """What takes back a step that fails from here on."""
+
+    def commit(self) -> None:
+        """After a step: fold what is due."""
+
+    def arrays(self) -> list[Array]:
+        """Every array that holds rows."""
 
 
 class Storage(Protocol):
@@ -60,6 +87,14 @@ class Storage(Protocol):
 class RowStorage(Storage, Protocol):
     """A storage whose rows can do more than come and go."""
 
+    @property
+    def rows_folded(self) -> int:
+        """Folded rows of a layer that is not a boundary layer; waits for nothing."""
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of live rows as `CacheStats.kv_bytes` counts them; waits for nothing."""
+
     def drop(self, first: int, count: int) -> None:
         """Forget ``count`` rows of every layer from live row ``first`` on. The others stay as they are stored.
         InputError where there are fewer."""
@@ -73,3 +108,14 @@ class RowStorage(Storage, Protocol):
 
     def fork(self) -> Self:
         """The same rows again, at the cost of no copy until one of the two writes."""
+
+
+@runtime_checkable
+class TurningStorage(Storage, Protocol):
+    """A storage whose layers apply the rotary embedding: their `step` takes q and k before it, with ``angles``."""
+
+    def angles(self, inv_freq: np.ndarray, count: int) -> tuple[Array, Array]:
+        """Begin a step of ``count`` tokens: cos and sin of their positions, for each layer's step."""
+
+    def rope_angles(self, inv_freq: np.ndarray, count: int) -> tuple[Array, Array]:
+        """The same for a step that has begun."""

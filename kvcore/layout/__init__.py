@@ -5,7 +5,7 @@ from kvcore.layout.planes import CODECS, Codec, Layout, Plane
 from kvcore.layout.rotation import Rotation, hadamard_dct, rotation_signs
 from kvcore.layout.storage import CacheShape, CacheStats
 from kvcore.layout.view import KVView
-from kvcore.layout.window import DEFAULT_KEEP, Cap, WindowPolicy
+from kvcore.layout.window import DEFAULT_KEEP, Cap, WindowPolicy, narrower, visible
 
 __all__ = [
     "CODECS",
@@ -23,5 +23,7 @@ __all__ = [
     "Rotation",
     "WindowPolicy",
     "hadamard_dct",
+    "narrower",
     "rotation_signs",
+    "visible",
 ]

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from kvcore.errors import UnsupportedError
 from kvcore.layout.codebook import TURBO3, TURBO4, Codebook
+from kvcore.layout.rotation import ROTATION
 from kvcore.ops import ITEMSIZE
 
 COMPUTE = "compute"  # a plane's dtype that follows the model's compute dtype
@@ -91,6 +92,14 @@ class Layout:
         """Bytes of one folded token and KV head, K and V together."""
         k = self.k.bytes_per_token(self.k_dim, compute_dtype)
         return k + self.v.bytes_per_token(self.v_dim, compute_dtype)
+
+    def describe(self) -> dict[str, object]:
+        """What has to agree for planes to mean the same rows: codecs, widths, and the rotation and levels of turbo."""
+        found: dict[str, object] = {"k": self.k.name, "v": self.v.name, "k_dim": self.k_dim, "v_dim": self.v_dim}
+        for part, codec in (("k", self.k), ("v", self.v)):
+            if codec.codebook is not None:
+                found |= {"rotation": ROTATION, f"{part}_levels": list(codec.codebook.levels)}
+        return found
 
     def raw_bytes_per_token(self, compute_dtype: str) -> int:
         """Bytes of one token and KV head kept raw, K and V together."""

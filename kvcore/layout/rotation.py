@@ -15,6 +15,7 @@ import numpy as np
 from kvcore.ops import Array, Ops
 
 _SEED = 0x6B76636F7265  # "kvcore"
+ROTATION = f"hadamard-dct, signs of splitmix64 {_SEED:#x}"  # what files name it by
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 

@@ -12,7 +12,8 @@ from kvcore.layout.window import Cap, WindowPolicy
 class CacheShape:
     """What storage is made for. ``layout`` is that of folded rows; with ``delegated`` nothing folds before the
     hand-over. ``capacity`` tokens are expected: a hint, for storage that can reserve them. With a ``cap``, queries see
-    what it lets them see. ``name`` is for messages."""
+    what it lets them see. ``budget``: most bytes that storage may allocate for rows; it takes room for ``capacity`` at
+    once then. ``step``: most tokens of a step that is reckoned with. ``name`` is for messages."""
 
     name: str
     layout: Layout
@@ -25,6 +26,8 @@ class CacheShape:
     batch: int
     capacity: int | None = None
     cap: Cap | None = None
+    budget: int | None = None
+    step: int = 512
 
 
 @dataclass(frozen=True, slots=True)

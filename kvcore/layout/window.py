@@ -74,3 +74,21 @@ class Cap:
     def never_folds(self, window: WindowPolicy) -> bool:
         """Whether every row stays raw: the raw tail never gets long enough to fold."""
         return self.tokens < window.sink_tokens + window.recent_tokens + window.page_size
+
+
+def narrower(cap: Cap | None, window: int | None) -> Cap | None:
+    """The cap of a cache whose layers all slide, the widest by ``window``: rows that no layer sees need not live."""
+    if window is None or (cap is not None and cap.window < window):
+        return cap
+    return Cap(window, 0)
+
+
+def visible(cap: Cap | None, window: int | None, tokens: int) -> tuple[int | None, int]:
+    """What queries see of ``tokens`` live rows in a layer with a sliding ``window`` of its own, under a ``cap``: the
+    newest so many rows up to their own (None: all), and the first so many.
+
+    The narrower of the two windows decides; kept rows are those of the cap's.
+    """
+    if cap is not None and tokens > cap.tokens and (window is None or cap.window < window):
+        return cap.window, cap.keep
+    return (None, 0) if window is None or tokens <= window else (window, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +24,13 @@ def check_target(path: Path) -> None:
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """``write`` fills a temporary file in the same folder, which takes the place of ``path`` once it is on the disk.
 
-    KvcoreError where that fails; then what was at ``path`` is still there.
+    KvcoreError where that fails; then what was at ``path`` is still there. What killed writers of the same file left
+    behind goes away.
     """
     target = Path(os.path.realpath(path))  # of a link, the file that it points to
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+        _clear(target)
         write(temporary)
         _sync(temporary)
         os.replace(temporary, target)
@@ -39,6 +40,28 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _clear(target: Path) -> None:
+    """Remove temporary files of ``target`` whose writers do not live any more, and an old one of this process."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+        pid = left.name.removeprefix(f".{target.name}.").removesuffix(".tmp")
+        if pid.isdecimal() and (int(pid) == os.getpid() or not _lives(int(pid))):
+            with contextlib.suppress(OSError):
+                left.unlink()
+
+
+def _lives(pid: int) -> bool:
+    """Whether such a process is here; on Windows, where asking would end it, every process counts as alive."""
+    if os.name == "nt":
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True  # somebody else's
+    return True
 
 
 def _sync(path: Path) -> None:

@@ -146,3 +146,64 @@ def test_drop_refuses_what_is_not_there(backend: Backend, first: int, count: int
     with pytest.raises(InputError, match=f"cannot drop {count} rows from row {first} on: the cache holds 100"):
         cache.drop(first, count)
     assert cache.offset == 100
+
+
+@pytest.mark.parametrize("mode", ["int8", "turbo4", "turbo4-delegated"])
+@windows
+def test_B14_a_capped_quantized_cache_never_grows(reference: Backend, mode: str, window: WindowPolicy) -> None:
+    """2,000 tokens one by one under a cap of 300: live rows stay, and bytes move with the raw tail alone."""
+    cache, ops = capped(reference, mode, Cap(300), window=window), reference.ops
+    cache.begin_decode()
+    rows = gaussian(1, 2, 1, 64)
+    sizes, allocated = [], []
+    for step in range(2000):
+        cache.begin_step(1)
+        for layer in cache.layers:
+            layer.append(ops.asarray(rows), ops.asarray(rows))
+        cache.commit()
+        assert cache.tokens == min(step + 1, 300)
+        if step >= 600:
+            sizes.append(cache.stats().kv_bytes)
+            allocated.append(cache.stats().kv_bytes_allocated)
+    assert cache.stats().rows_folded > 0
+    raw_row = MODES[mode].layout(64).raw_bytes_per_token("float32") * 2 * 2
+    assert max(sizes) - min(sizes) <= window.page_size * raw_row
+    assert max(allocated[700:]) == max(allocated[:700])
+
+
+@pytest.mark.parametrize("dim", [80, 96, 112])
+@pytest.mark.parametrize("mode", ["turbo4", "int8", "int8-turbo4"])
+def test_B103_odd_widths_shift_without_touching_what_stays(reference: Backend, mode: str, dim: int) -> None:
+    """Kept quantized rows are the same bytes after every trim."""
+    cache = make_cache(reference, CacheSpec(MODES[mode], 1, 4, 2, dim, "float32", SMALL, cap=Cap(150, 40)))
+    layer, before = cache.layers[0], None
+    for seed in range(40):
+        rows = gaussian(1, 2, 7, dim, seed=seed)
+        cache.begin_step(7)
+        out = layer.step(gaussian(1, 4, 7, dim, seed=seed), rows, rows, dim**-0.5)
+        cache.commit()
+        assert np.isfinite(out).all()
+        if cache.offset > 160:
+            kept = {name: plane[:, :, 4:40].copy() for name, plane in layer.view().k_planes.items()}
+            before = before or kept
+            assert all(np.array_equal(kept[name], before[name]) for name in kept)
+    assert (cache.tokens, cache.offset) == (150, 280)
+    assert before is not None
+    assert layer.rows_folded > 40
+
+
+@each_mode
+@pytest.mark.parametrize("keep", [0, 4, 16])
+def test_B111_kept_rows_live_and_sinks_stay_raw(reference: Backend, mode: str, keep: int) -> None:
+    """In the cache, in a fork, in a restored snapshot: the first rows are those that came first."""
+    cap = Cap(200, keep)
+    cache = capped(reference, mode, cap)
+    run(reference, cache, cap, [90] * 6)
+    restored = capped(reference, mode, cap)
+    restored.load(cache.export())
+    first, sinks = gaussian(1, 2, 540, 64, seed=1)[:, :, :keep], min(keep, 4)
+    for each in (cache, cache.fork(), restored):
+        assert (each.tokens, each.offset, each.spec.cap) == (200, 540, cap)
+        k, _ = each.dense(1)
+        assert np.array_equal(k[:, :, :sinks], first[:, :, :sinks])
+        assert relative_error(k[:, :, :keep], first) <= 0.15 if keep else True

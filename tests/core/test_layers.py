@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # From the bottom up; the packages of one line may import each other.
 LAYERS = (
-    ("errors", "version", "ops"),
+    ("errors", "version", "ops", "communicator"),
     ("layout",),
     ("registry",),
     ("backends",),
@@ -21,8 +21,10 @@ LAYERS = (
     ("attention",),
     ("weights", "text", "models", "sampling"),
     ("promptcache",),
-    ("generate",),
-    ("runtime", "advise"),
+    ("generate", "decoding", "parallel"),
+    ("runtime", "advise", "recommend", "planning", "export"),
+    ("engine",),
+    ("server",),
     ("cli", "bench", "eval"),
     ("integrations",),
     ("__main__",),
@@ -30,7 +32,7 @@ LAYERS = (
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 # What a backend may import beside its own folder: whole packages, or one module of a package.
-BACKEND_IMPORTS = ("errors", "ops", "layout", "registry", "backends.load", "weights.types")
+BACKEND_IMPORTS = ("errors", "ops", "communicator", "layout", "registry", "backends.load", "weights.types")
 # Each framework belongs to its backend; benchmarks measure beside it, and integrations live inside its libraries.
 FRAMEWORKS = {"torch": "backends.cuda", "triton": "backends.cuda", "mlx": "backends.metal"}
 BESIDE = ("bench", "integrations")

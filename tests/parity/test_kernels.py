@@ -2,7 +2,7 @@
 
 A kernel is run on each question of a grid that its own constraints accept. A new operation needs a check here, one for
 each kind of storage. Without a GPU the CUDA kernels run in Triton's interpreter: as on an sm_80, but float16 only, and
-on every fifth question, for it is slow.
+on every fifth question, for it is slow. Without Metal its kernels run as C++, on every 17th (tests/metal has more).
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 import pytest
+from metal_shim import COMPILER, NO_COMPILER, Shim
 from oracle import (
     BACKENDS,
     DTYPES,
@@ -31,6 +33,9 @@ from oracle import (
 from kvcore.attention import GRAPH_KERNELS, default_registry
 from kvcore.backends import Backend, load_backend
 from kvcore.backends.cuda.capabilities import KERNELS
+from kvcore.backends.metal.attention import attend
+from kvcore.backends.metal.capabilities import KERNELS as METAL_KERNELS
+from kvcore.backends.metal.encode import encode
 from kvcore.cache import Cache, CacheSpec
 from kvcore.layout import CODECS, Rotation, WindowPolicy
 from kvcore.modes import MODES
@@ -58,11 +63,20 @@ def skip_without(packages: Sequence[str]) -> list[pytest.MarkDecorator]:
     return [pytest.mark.skip(reason=f"the package {package} is not installed") for package in absent]
 
 
+def marks_of(backend: Backend, kernel: Kernel) -> list[pytest.MarkDecorator]:
+    marks = skip_without(kernel.requires)
+    if on_shim(backend, kernel):
+        marks.append(pytest.mark.xdist_group("metal"))
+        if COMPILER is None:
+            marks.append(pytest.mark.skip(reason=NO_COMPILER))
+    return marks
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per backend that is installed here and kernel of its registry."""
     if metafunc.function is test_a_registered_kernel_agrees_with_the_specification:
         cases = [
-            pytest.param(backend, kernel, id=f"{test_id}-{kernel.name}", marks=skip_without(kernel.requires))
+            pytest.param(backend, kernel, id=f"{test_id}-{kernel.name}", marks=marks_of(backend, kernel))
             for test_id, backend in ((test_id, load_backend(*where)) for test_id, *where in installed())
             for kernel in default_registry(backend).kernels
         ]
@@ -80,12 +94,22 @@ def questions(backend: Backend, kernel: Kernel) -> Iterator[KernelQuery]:
             head_dim=dim,
             gqa_ratio=ratio,
             windowed=MODES[mode].quantized,
-            arch="sm_80" if interpreted(backend, kernel) else backend.arch,
+            arch=arch_for(backend, kernel),
         )
+
+
+def arch_for(backend: Backend, kernel: Kernel) -> str:
+    if interpreted(backend, kernel):
+        return "sm_80"
+    return "applegpu" if on_shim(backend, kernel) else backend.arch
 
 
 def interpreted(backend: Backend, kernel: Kernel) -> bool:
     return kernel.storage == "paged" and backend.device == "cpu"
+
+
+def on_shim(backend: Backend, kernel: Kernel) -> bool:
+    return kernel.name in SHIMMED and backend.device != "metal"
 
 
 def verify(backend: Backend, kernel: Kernel) -> int:
@@ -99,6 +123,8 @@ def verify(backend: Backend, kernel: Kernel) -> int:
     if interpreted(backend, kernel):
         accepted = [query for query in accepted if query.dtype == "float16"][::5]
     run = kernel.load()
+    if on_shim(backend, kernel):
+        accepted, run, backend = accepted[::17], SHIMMED[kernel.name](run), load_backend("reference")
     for query in accepted:
         check(backend, run, query)
     return len(accepted)
@@ -173,6 +199,12 @@ def mode_of(query: KernelQuery) -> str:
     return next(m.name for m in MODES.values() if (m.k, m.v) == (query.k_codec, query.v_codec))
 
 
+# How a Metal kernel runs off Metal: its launches go to the shim.
+SHIMMED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "encode-metal": lambda _: partial(encode, run=Shim("random").run),
+    "attend-metal": lambda _: partial(attend, run=Shim("random").run),
+}
+
 CHECKS: dict[tuple[str, str], Callable[[Backend, Callable[..., Any], KernelQuery], None]] = {
     ("encode", "contiguous"): check_encode,
     ("attend", "contiguous"): check_attend,
@@ -235,3 +267,24 @@ def test_a_kernel_for_pages_that_is_wrong_fails(name: str) -> None:
 
     with pytest.raises(AssertionError):
         verify(load_backend(backend_name, device), replace(kernel, load=lambda: wrong))
+
+
+@pytest.mark.xdist_group("metal")
+@pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER)
+@pytest.mark.parametrize("kernel", METAL_KERNELS, ids=lambda kernel: kernel.name)
+def test_a_kernel_for_metal_that_is_wrong_fails(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlx")
+    right = SHIMMED[kernel.name](kernel.load())
+
+    def wrong(*arguments: Any) -> Any:
+        result = right(*arguments)
+        if not isinstance(result, dict):
+            return result * np.asarray(1.01, result.dtype)
+        return {name: plane[:, :, ::-1] for name, plane in result.items()}
+
+    monkeypatch.setitem(SHIMMED, kernel.name, lambda _: wrong)
+    backend = load_backend("metal")
+    if not on_shim(backend, kernel):
+        pytest.skip("this machine has Metal")
+    with pytest.raises(AssertionError):
+        verify(backend, kernel)

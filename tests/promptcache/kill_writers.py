@@ -43,7 +43,7 @@ def main(path: Path, times: int) -> dict[str, int]:
     write(path, 0)
     usual = time.perf_counter() - start
     counts = {"killed": 0, "old": 0, "new": 0}
-    current = 0
+    current, most = 0, 0
     for number in range(1, times + 1):
         child = os.fork()
         if child == 0:
@@ -57,7 +57,9 @@ def main(path: Path, times: int) -> dict[str, int]:
         counts["killed"] += 1
         counts["new" if found == number else "old"] += 1
         current = found
-    return counts
+        most = max(most, len(list(path.parent.iterdir())))
+    write(path, times + 1)
+    return counts | {"most_files": most, "files": len(list(path.parent.iterdir())), "last": read(path)}
 
 
 if __name__ == "__main__":

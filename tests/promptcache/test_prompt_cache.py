@@ -8,9 +8,10 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,6 +221,72 @@ def test_a_damaged_file_is_one_line(model: kvcore.Model, tmp_path: Path, damage:
     assert "\n" not in str(caught.value)
 
 
+def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the description in a file's metadata."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    about = json.loads(header["__metadata__"]["cache"])
+    change(about)
+    header["__metadata__"]["cache"] = json.dumps(about)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+FIELDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "rotation": (
+        lambda a: a["layout"].update(rotation="other"),
+        "layout is rotation other in the file and rotation had",
+    ),
+    "levels": (lambda a: a["layout"]["v_levels"].append(9.0), "layout is v_levels .* in the file and v_levels .* here"),
+    "codec": (lambda a: a["layout"].update(k="int8"), "layout is k int8 in the file and k turbo4 here"),
+    "width": (lambda a: a["layout"].update(k_dim=32), "layout is k_dim 32 in the file and k_dim 64 here"),
+    "page": (lambda a: a["window"].update(page_size=64), "window is page_size 64 in the file and page_size 128 here"),
+    "sinks": (
+        lambda a: a["window"].update(sink_tokens=8),
+        "window is sink_tokens 8 in the file and sink_tokens 4 here",
+    ),
+    "mode": (lambda a: a.update(mode="turbo5"), "mode is turbo5 in the file and turbo4 here"),
+    "layers": (lambda a: a.update(layers=3), "it has 3 layers, the model 2"),
+    "version": (lambda a: a.update(version=2), "format version 2, this kvcore reads 1"),
+    "dropped": (lambda a: a["layout"].pop("rotation"), "layout is rotation None in the file and rotation hadamard"),
+    "no window": (lambda a: a.pop("window"), "its description lacks or misspells 'window'"),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_B113_each_field_of_the_description_counts(model: kvcore.Model, tmp_path: Path, field: str) -> None:
+    path = tmp_path / "cache"
+    model.save_cache(path, prefilled(model, ids(300), "turbo4"), ids(300))
+    edited(path, lambda about: about.update(note="an unknown field is of no account"))
+    assert model.load_cache(path, "turbo4")[0].tokens == 300
+    change, message = FIELDS[field]
+    edited(path, change)
+    with pytest.raises(InputError, match=message) as caught:
+        model.load_cache(path, "turbo4")
+    assert caught.value.exit_code == 2
+
+
+@each_mode
+def test_B118_every_cache_of_a_session_comes_back(model: kvcore.Model, tmp_path: Path, mode: str) -> None:
+    """One that was trimmed, a fork, the one that it was forked from, one of a short prompt."""
+    model = replace(model, window=SMALL)
+    prompt = ids(150)
+    first, trimmed, short = prefilled(model, prompt, mode), prefilled(model, prompt, mode), prefilled(model, [7], mode)
+    fork = first.fork()
+    model.prefill(ids(20, 2), fork)
+    trimmed.trim(60)
+    seen = {"first": prompt, "fork": [*prompt, *ids(20, 2)], "trimmed": prompt[:90], "short": [7]}
+    for (name, tokens_seen), cache in zip(seen.items(), (first, fork, trimmed, short), strict=True):
+        cache.begin_decode()
+        model.save_cache(tmp_path / name, cache, tokens_seen)
+        loaded, found = model.load_cache(tmp_path / name, mode)
+        assert list(found) == tokens_seen
+        longer = [*tokens_seen, *ids(5, 3)]
+        assert tokens(model.generate(longer, TEN, cache=loaded)) == tokens(model.generate(longer, TEN, cache=cache))
+
+
 def test_ids_that_do_not_fit_the_rows(model: kvcore.Model, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="9 token ids for a cache at position 10: give the id of each position"):
         model.save_cache(tmp_path / "cache", prefilled(model, ids(10), "fp16"), ids(9))
@@ -274,3 +341,17 @@ def test_a_writer_killed_200_times_leaves_the_old_file_or_the_new_one(tmp_path: 
     seen = json.loads(done.stdout)
     assert seen["killed"] == 200 == seen["old"] + seen["new"]
     assert min(seen["old"], seen["new"]) > 0, "the kills came at one place only"
+    assert seen["most_files"] == 2, "a killed writer's file is cleared by the next one"
+    assert (seen["files"], seen["last"]) == (1, 201)
+
+
+def test_only_what_dead_writers_of_the_same_file_left_is_cleared(model: kvcore.Model, tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    names = [f".cache.{dead.pid}.tmp", f".cache.{os.getpid()}.tmp", f".cache.{os.getppid()}.tmp"]
+    names += [f".other.{dead.pid}.tmp", ".cache.notes.tmp", f".cache.{10**30}.tmp"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"left")
+    model.save_cache(tmp_path / "cache", prefilled(model, ids(3), "fp16"), ids(3))
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {"cache", f".cache.{os.getppid()}.tmp", f".other.{dead.pid}.tmp", ".cache.notes.tmp"}

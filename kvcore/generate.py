@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from kvcore.cache import Cache
-from kvcore.errors import InputError
+from kvcore.errors import InputError, is_out_of_memory
 from kvcore.sampling import Sampler, SamplingParams
-from kvcore.text import Detokenizer, StopMatcher, Tokenizer
+from kvcore.text import Answer, Tokenizer
 
-DEFAULT_PREFILL_STEP = 512
+
+class TokenSource(Protocol):
+    """Decode steps that sample where the model runs. ``no_graph``: why a step is no CUDA graph; None where it is."""
+
+    no_graph: str | None
+    capture_seconds: float
+
+    def tokens(self, first: Sequence[int], count: int) -> Generator[list[int]]:
+        """``count`` times the next token of every sequence; close the generator to stop earlier."""
+
+
+class MakeSource(Protocol):
+    """A source for one sequence, whose ids so far are ``seen``; None where steps and sampling are the host's."""
+
+    def __call__(self, cache: Cache, sampler: Sampler, seen: Sequence[int]) -> TokenSource | None: ...
 
 
 class Step(Protocol):
@@ -54,7 +69,8 @@ class Generation:
     """Iterate to get text piece by piece; afterwards (or meanwhile) `token_ids`, `text`, `finish_reason`, `stats`.
 
     Finish reasons: "stop" (end token or stop string), "length" (max_tokens, the model's last position, or a
-    ``max_kv_size`` that may not be exceeded), "cancelled" (by `cancel`).
+    ``max_kv_size`` that may not be exceeded, no room for another row), "cancelled" (by `cancel`). A ``notice`` says
+    where memory or a budget ended the answer.
     """
 
     def __init__(
@@ -67,8 +83,9 @@ class Generation:
         *,
         eos_token_ids: frozenset[int],
         max_position: int,
-        prefill_step: int = DEFAULT_PREFILL_STEP,
+        prefill_step: int = 512,
         max_kv_size: int | None = None,
+        make_source: MakeSource | None = None,
     ) -> None:
         """``prompt`` is the whole sequence; the cache may hold a prefix of it already.
 
@@ -90,20 +107,26 @@ class Generation:
             raise InputError("the cache already holds the whole prompt: trim at least its last token first")
         if prefill_step < 1:
             raise InputError(f"prefill step size {prefill_step}: must be 1 or more")
+        cache.require(len(prompt))
         self.prompt = tuple(prompt)
-        self.token_ids: list[int] = []
         self.text = ""
+        self.notice: str | None = None
         self.cache = cache
         self._step, self._params, self._prefill_step = step, params, prefill_step
-        self._eos = eos_token_ids
-        self._budget = min(params.max_tokens, min(max_position, max_kv_size or max_position) - len(prompt))
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopMatcher(params.stop)
+        self._limit = min(params.max_tokens, min(max_position, max_kv_size or max_position) - len(prompt))
+        self._answer = Answer(tokenizer, params.stop, eos_token_ids, self._limit)
         self._stats = GenerationStats(len(prompt), cache.offset, 0, 0.0, 0.0, 0.0, None)
         self._cancelled = False
+        self._make_source = make_source
+        self.source: TokenSource | None = None  # once decode has begun, where there is one
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._answer.tokens
 
     @property
     def finish_reason(self) -> str | None:
@@ -124,26 +147,58 @@ class Generation:
             self._stats = replace(self._stats, finish_reason="cancelled")
             return
         self._stats = replace(self._stats, prefill_seconds=time.perf_counter() - start)
-        sampler = Sampler(self._params)
+        with closing(self._sampled(logits)) as tokens:
+            try:
+                yield from self._accepted(tokens, start)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                yield from self._end_for_lack_of_memory(error)
+
+    def _accepted(self, tokens: Iterator[int], start: float) -> Iterator[str]:
+        """The text of ``tokens`` until one of them ends it."""
         first = start
-        while True:
-            token = sampler(logits, (*self.prompt, *self.token_ids))
+        for token in tokens:
             now = time.perf_counter()
             if not self.token_ids:
                 first = now
                 self._stats = replace(self._stats, time_to_first_token=now - start)
-            self.token_ids.append(token)
+            reason, piece = self._answer.add(token)
             self._stats = replace(self._stats, generation_tokens=len(self.token_ids), decode_seconds=now - first)
-            reason, piece = self._accept(token)
             if reason is None and self._cancelled:
-                reason, piece = "cancelled", piece + self._flush()
+                reason, piece = "cancelled", piece + self._answer.flush()
             self.text += piece
             if piece:
                 yield piece
             if reason is not None:
                 self._stats = replace(self._stats, finish_reason=reason)
                 return
+
+    def _sampled(self, logits: np.ndarray) -> Generator[int]:
+        """Tokens without an end: the first of the prompt's ``logits``, then from the device or step by step."""
+        sampler = Sampler(self._params)
+        token = sampler(logits, self.prompt)
+        yield token
+        if self._make_source is not None:
+            self.source = self._make_source(self.cache, sampler, (*self.prompt, token))
+        if self.source is not None:
+            with closing(self.source.tokens([token], self._limit - 1)) as tokens:
+                for (each,) in tokens:
+                    yield each
+            return
+        while True:
             logits = self._step([token], self.cache)
+            token = sampler(logits, (*self.prompt, *self.token_ids), self.token_ids)
+            yield token
+
+    def _end_for_lack_of_memory(self, error: Exception) -> Iterator[str]:
+        """A step that found no room has changed nothing: what is there is the answer."""
+        self.notice = f"the answer ends after {len(self.token_ids)} tokens for lack of memory: {error}"
+        self._stats = replace(self._stats, finish_reason="length")
+        piece = self._answer.flush()
+        self.text += piece
+        if piece:
+            yield piece
 
     def _prefill(self) -> np.ndarray | None:
         """Logits of the prompt's last token; None where cancelled on the way there."""
@@ -156,18 +211,3 @@ class Generation:
         self.cache.begin_decode()
         assert logits is not None
         return logits
-
-    def _accept(self, token: int) -> tuple[str | None, str]:
-        """The finish reason, if any, and the text that ``token`` makes safe to show."""
-        if token in self._eos:
-            return "stop", self._flush()
-        piece, stopped = self._stops.push(self._detokenizer.add(token))
-        if stopped:
-            return "stop", piece
-        if len(self.token_ids) >= self._budget:
-            return "length", piece + self._flush()
-        return None, piece
-
-    def _flush(self) -> str:
-        piece, stopped = self._stops.push(self._detokenizer.flush())
-        return piece if stopped else piece + self._stops.flush()

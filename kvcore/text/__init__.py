@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from kvcore.text.answer import Answer
 from kvcore.text.chat_template import ChatTemplate
 from kvcore.text.detokenizer import Detokenizer
 from kvcore.text.stop import StopMatcher
 from kvcore.text.tokenizer import Tokenizer
 from kvcore.weights import FolderTokenizer, GgufTokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "StopMatcher", "Tokenizer", "load_tokenizer"]
+__all__ = ["Answer", "ChatTemplate", "Detokenizer", "StopMatcher", "Tokenizer", "load_tokenizer"]
 
 
 def load_tokenizer(source: FolderTokenizer | GgufTokenizer, chat_template: str | None = None) -> Tokenizer:

@@ -225,10 +225,11 @@ def test_each_generation_has_a_cache_of_its_own(model: kvcore.Model) -> None:
 def test_C3_the_reference_names_a_row_that_cannot_be_folded(model: kvcore.Model) -> None:
     """Through a whole generation: a weight of infinity in one k_proj."""
     layer = model.params.layers[1]
-    bad = layer.k.weight.array.copy()
+    q, k, v = layer.qkv.weight
+    bad = k.array.copy()
     bad[64 + 5] = np.inf  # KV head 1
-    k = replace(layer.k, weight=replace(layer.k.weight, array=bad))
-    params = replace(model.params, layers=(model.params.layers[0], replace(layer, k=k)))
+    qkv = replace(layer.qkv, weight=(q, replace(k, array=bad), v))
+    params = replace(model.params, layers=(model.params.layers[0], replace(layer, qkv=qkv)))
     broken = replace(model, params=params, mode=MODES["int8"])
     with pytest.raises(NonFiniteError, match="K of layer 1, head 1, position 0"), np.errstate(invalid="ignore"):
         tokens(broken.generate(ids(100), TEN))

@@ -21,7 +21,7 @@ from kvcore.registry import Registry
 PUBLIC = {
     *("load", "Model", "Generation", "GenerationStats", "SamplingParams", "Cache", "CacheStats", "Mode", "MODES"),
     *("WindowPolicy", "Registry", "KernelQuery", "Decision", "__version__"),
-    *("KvcoreError", "InputError", "ModelError", "UnsupportedError", "BackendError"),
+    *("KvcoreError", "InputError", "ModelError", "UnsupportedError", "BackendError", "CapacityError"),
 }
 MODES = ("fp16", "int8", "int8-turbo4", "turbo4-asym", "turbo4-delegated", "turbo3-asym", "turbo4")
 

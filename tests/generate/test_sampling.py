@@ -11,7 +11,7 @@ import pytest
 import kvcore
 from kvcore.backends import Backend
 from kvcore.errors import InputError, KvcoreError
-from kvcore.sampling import Sampler
+from kvcore.sampling import Sampler, likeliest, log_probabilities
 
 PROBS = [0.1, 0.4, 0.05, 0.25, 0.2]  # best first: 1, 3, 4, 0, 2
 LOGITS = np.log(np.array(PROBS)).astype(np.float32)
@@ -119,6 +119,62 @@ def test_the_caller_s_logits_are_left_alone() -> None:
     np.testing.assert_array_equal(logits, LOGITS)
 
 
+# Penalties of generated tokens, biases, log-probabilities
+
+
+def test_presence_and_frequency_penalty_count_generated_tokens_only() -> None:
+    """OpenAI's: score - presence - frequency · count. Token 1 was generated twice, 0 once, 2 stood in the prompt."""
+    logits = np.array([3.0, 3.0, 3.0, 0.0])
+    sampler = Sampler(kvcore.SamplingParams(temperature=1.0, seed=1, presence_penalty=0.5, frequency_penalty=0.75))
+    drawn = [sampler(logits, (2, 1, 0, 1), (1, 0, 1)) for _ in range(DRAWS)]
+    want = np.exp([3 - 0.5 - 0.75, 3 - 0.5 - 1.5, 3.0, 0.0]).tolist()
+    assert_distribution(np.bincount(drawn, minlength=4) / DRAWS, want)
+
+
+def test_a_negative_penalty_repeats() -> None:
+    sampler = Sampler(kvcore.SamplingParams(presence_penalty=-2, frequency_penalty=-2))
+    assert sampler(np.array([3.0, 0.0]), (1,), (1,)) == 1
+    assert sampler(np.array([3.0, 0.0]), (1,), ()) == 0
+
+
+def test_a_bias_is_added_after_the_penalties() -> None:
+    """4 / 2 - 1 + 1.5 = 2.5 against 2.4; before the penalty (4 + 1.5) / 2 - 1 = 1.75 would lose."""
+    params = kvcore.SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, logit_bias={0: 1.5})
+    assert Sampler(params)(np.array([4.0, 2.4]), (0,), (0,)) == 0
+    assert Sampler(kvcore.SamplingParams(logit_bias={0: -100}))(np.array([50.0, 0.0]), ()) == 1
+
+
+def test_biases_are_kept_as_pairs_and_checked_against_the_vocabulary() -> None:
+    params = kvcore.SamplingParams(logit_bias={9: 1, 3: -2.5})
+    assert params.logit_bias == ((3, -2.5), (9, 1))
+    assert hash(params) == hash(kvcore.SamplingParams(logit_bias=((3, -2.5), (9, 1))))
+    with pytest.raises(InputError, match="logit_bias of token 9: the vocabulary has ids 0 to 4"):
+        Sampler(params)(LOGITS, ())
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        ({-1: 1.0}, "logit_bias of token -1: must be a token id"),
+        ({"5": 1.0}, "logit_bias of token '5': must be a token id"),
+        ({5: 101}, "logit_bias of token 5: 101: must be a number at least -100 and at most 100"),
+        ({5: math.nan}, "logit_bias of token 5: nan: must be a number"),
+    ],
+)
+def test_impossible_biases_are_refused(bias: dict[int, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        kvcore.SamplingParams(logit_bias=bias)
+
+
+def test_log_probabilities_are_those_of_the_logits_alone() -> None:
+    got = log_probabilities(np.array([[0.0, np.log(3.0)], [1000.0, -1000.0]]))
+    np.testing.assert_allclose(got[0], np.log([0.25, 0.75]))
+    assert got[1, 0] == 0
+    assert likeliest(np.log(np.array(PROBS)), 2) == ((1, np.log(0.4)), (3, np.log(0.25)))
+    assert [token for token, _ in likeliest(np.log(np.array(PROBS)), 9)] == [1, 3, 4, 0, 2]
+    assert likeliest(got[0], 0) == ()
+
+
 # The same draws everywhere
 
 MIXED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1}
@@ -169,6 +225,8 @@ BAD = {
     "top_k": [-1],
     "repetition_penalty": [0, -1, math.nan, math.inf],
     "seed": [-1, 2**64],
+    "presence_penalty": [-2.1, 2.1, math.nan],
+    "frequency_penalty": [-3, 3, math.inf],
 }
 
 

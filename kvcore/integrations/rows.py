@@ -8,9 +8,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvcore.attention import SCORE_ELEMENTS, _attend_pages, _attend_raw, _merge, decide, default_registry
+from kvcore.attention import (
+    SCORE_ELEMENTS,
+    _attend_pages,
+    _attend_raw,
+    _merge,
+    decide,
+    default_registry,
+    layer_kernels,
+)
 from kvcore.backends import Backend
-from kvcore.cache import CacheSpec, CacheStats, LayerCache, LayerKernels
+from kvcore.cache import CacheSpec, CacheStats, LayerCache
+from kvcore.errors import UnsupportedError
 from kvcore.layout import CODECS, KVView, Layout
 from kvcore.ops import Array, Ops
 
@@ -120,12 +129,17 @@ class _GivenMask:
 
 
 def open_rows(backend: Backend, spec: CacheSpec, layer: int, *, kernels: str = "auto") -> Rows:
-    """Empty rows of the model's layer number ``layer`` on the graph path; raw where the window has boundary layers.
+    """Empty rows of the model's layer number ``layer``; raw where the window has boundary layers.
 
-    UnsupportedError where no graph kernel serves the cache, which is so under the policy "fused".
+    They are contiguous: kernels for pages do not serve them, graph operations do instead. UnsupportedError under the
+    policy "fused" where no fused kernel for contiguous rows serves them.
     """
-    policy = "fused" if kernels == "fused" else "graph"
-    run = {d.query.op: d.run for d in decide(backend, default_registry(backend), spec, policy)}
+    decisions = decide(backend, default_registry(backend), spec, kernels)
+    if decisions[0].storage == "paged":
+        if kernels == "fused":
+            why = f"{decisions[1].kernel} works on pages, and these rows are contiguous"
+            raise UnsupportedError(f"{why}: use kernels='auto'", [why])
+        decisions = decide(backend, default_registry(backend), spec, "graph")
     shape = spec.shape()
     layout = shape.layout
     if shape.window.is_raw_layer(layer, shape.num_layers):
@@ -134,7 +148,7 @@ def open_rows(backend: Backend, spec: CacheSpec, layer: int, *, kernels: str = "
         backend.ops,
         layout,
         shape.window,
-        LayerKernels(encode=run["encode"], attend=run["attend"]),
+        layer_kernels(decisions),
         layer=layer,
         batch=shape.batch,
         kv_heads=shape.num_kv_heads,

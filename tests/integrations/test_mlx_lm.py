@@ -69,7 +69,7 @@ def test_sliding_layers_keep_mlx_lms_cache() -> None:
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_a_saved_cache_goes_on_as_the_one_in_memory(mode: str, tmp_path: Path) -> None:
+def test_B16_a_saved_cache_goes_on_as_the_one_in_memory(mode: str, tmp_path: Path) -> None:
     model, prompt = tiny(), ids(150)
     held = cache(model, mode)
     with patched(model):
@@ -81,7 +81,7 @@ def test_a_saved_cache_goes_on_as_the_one_in_memory(mode: str, tmp_path: Path) -
         assert np.array_equal(logits(model, ids(40, 1), restored), logits(model, ids(40, 1), held))
 
 
-def test_an_empty_or_short_cache_is_saved_too(tmp_path: Path) -> None:
+def test_B17_L7_an_empty_or_short_cache_is_saved_too(tmp_path: Path) -> None:
     model = tiny()
     with patched(model):
         for tokens in ([], [5, 6, 7])[not library.ONE_STATE :]:  # before 0.32 mlx-lm saves no empty one
@@ -109,10 +109,10 @@ def test_trim_comes_before_folding(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_a_batch_of_unequal_prompts_is_each_alone(mode: str) -> None:
+def test_L11_a_batch_of_unequal_prompts_is_each_alone(mode: str) -> None:
     """Lengths on both sides of a fold, one sequence with a history and two without."""
     model = tiny()
-    prompts = [ids(3, 1), ids(90, 2), ids(160, 3)]
+    prompts = [ids(3, 1), ids(40, 2), ids(300, 3)]
     with patched(model, mode, window=SMALL):
         alone = [greedy(model, prompt, 12) for prompt in prompts]
         warm = make_prompt_cache(model, mode, window=SMALL)
@@ -132,7 +132,7 @@ def test_a_batch_of_unequal_prompts_is_each_alone(mode: str) -> None:
     assert [len(got[uid]) for uid in uids] == [12, 12, 12]
 
 
-def test_merge_filter_extend_and_extract() -> None:
+def test_B21_merge_with_an_empty_one_filter_extend_and_extract() -> None:
     model = tiny()
     with patched(model):
         singles = [cache(model, "turbo4") for _ in range(3)]
@@ -157,6 +157,32 @@ def test_merge_filter_extend_and_extract() -> None:
         assert (taken.offset, singles[2][0].offset) == (141, 140)
         assert merged[0].trim(1) == 1
         assert (merged[0].offset.tolist(), taken.offset) == ([140, 0, 69], 141)
+
+
+def test_L10_an_offset_that_was_read_does_not_change() -> None:
+    model = tiny()
+    with patched(model):
+        batch = KvcoreBatchCache.merge([cache(model, "turbo4")[0] for _ in range(2)])
+        before, single = batch.offset, cache(model, "turbo4")
+        kept = single[0].offset
+        logits(model, ids(5), single)
+        rows = mx.zeros((2, 2, 3, 64))
+        batch.update_and_fetch(rows, rows)
+        batch.attend(mx.zeros((2, 4, 3, 64)), 0.125, None)
+    assert (before.tolist(), kept) == ([0, 0], 0)
+    assert (batch.offset.tolist(), single[0].offset) == ([3, 3], 5)
+
+
+def test_B38_a_copy_of_a_prompts_cache_shares_its_rows() -> None:
+    model, prompt = tiny(), ids(150)
+    with patched(model):
+        held = cache(model, "turbo4")
+        logits(model, prompt, held)
+        copied = copy.deepcopy(held)
+        for old, new in zip(held, copied, strict=True):
+            assert all(a is b for a, b in zip(old.rows.arrays(), new.rows.arrays(), strict=True))
+        want = logits(model, [7], copied)
+        assert np.array_equal(logits(model, [7], held), want)
 
 
 def test_the_servers_prompt_cache_takes_them() -> None:

@@ -22,7 +22,7 @@ from kvcore.modes import MODES
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.xdist_group("mlx-lm-smollm2")]
 
-NEW = 5
+NEW = 4
 SMALL = WindowPolicy(recent_tokens=16, page_size=16)  # so that a prompt of 36 tokens folds
 
 

@@ -117,7 +117,7 @@ def test_beams_run(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_reorder_select_and_repeat_move_all_regions_together(mode: str) -> None:
+def test_B104_reorder_select_and_repeat_move_all_regions_together(mode: str) -> None:
     """Codes, scales, sinks and tail: then the sequences go on as they would have alone."""
     model, tokens, more = tiny("qwen2"), ids(3, 300), ids(3, 50, seed=1)
     kv = cache(model, mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -23,13 +24,16 @@ __all__ = [
     "AttentionMaskInterface",
     "Cache",
     "CacheLayerMixin",
+    "DynamicCache",
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
     "cache_argument",
     "layers_for",
+    "random_llama",
     "rows_to_remove",
     "sdpa_attention_forward",
     "sdpa_mask",
+    "stock_quantized_caches",
 ]
 
 
@@ -54,3 +58,44 @@ def rows_to_remove(crop: int | Tensor, tokens: int) -> int:
 def layers_for(config: Any) -> list[Any]:
     """The layers that transformers itself would make for a model."""
     return list(DynamicCache(config=config).layers)
+
+
+def random_llama(
+    *, layers: int, heads: tuple[int, int, int], vocab: int, positions: int, dtype: Any, device: str
+) -> Any:
+    """A seeded llama in evaluation mode, made where it runs. ``heads``: query heads, KV heads, head size; the MLP has
+    3.5 times the hidden size, as llama-3.1-8b's."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden = heads[0] * heads[2]
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=hidden * 7 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=heads[2],
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def stock_quantized_caches(config: Any) -> Iterator[tuple[str, Any, str]]:
+    """transformers' own quantized caches: a name, and the cache, or None and why there is none here."""
+    from transformers.cache_utils import QuantizedCache
+
+    for backend, settings in (("quanto", {"nbits": 4}), ("hqq", {"nbits": 4}), ("fp8", {})):
+        name = " ".join(["QuantizedCache", backend, *(f"{bits} bits" for bits in settings.values())])
+        try:
+            yield name, QuantizedCache(backend, config, **settings), ""
+        except (ImportError, ValueError, TypeError) as error:
+            yield name, None, str(error).split("\n")[0]

@@ -9,11 +9,14 @@ import argparse
 import importlib.metadata
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nox
 from packaging.requirements import Requirement
@@ -34,7 +37,8 @@ TORCH = os.environ.get("KVCORE_TORCH") or "torch==2.13.0"
 # A CPU build of torch brings no Triton; its interpreter runs the CUDA kernels there.
 TRITON = "triton==3.6.0"
 TRITONS = ("3.6.0", "3.9.0")  # the oldest and the newest that kernels are compiled with
-TEST_TOOLS, TEST_PLUGINS = ("pytest", "hypothesis"), ("pytest-timeout", "pytest-xdist")
+TEST_TOOLS = ("pytest", "hypothesis")
+TEST_PLUGINS = ("pytest-timeout", "pytest-xdist", "libclang", "openai", "websockets")
 WORKERS = "2"
 
 CUDA_PROBE = """
@@ -51,6 +55,13 @@ import mlx.core as mx
 if not mx.metal.is_available():
     print("MLX sees no Metal device")
 """
+METAL_DEVICE = """
+import importlib.metadata, platform
+import mlx.core as mx
+print("device:", mx.device_info().get("device_name"), mx.device_info().get("architecture"))
+print("- macOS", platform.mac_ver()[0] + ", mlx", importlib.metadata.version("mlx"))
+"""
+NOTES = Path("docs/benchmark_results")
 WHEEL_PROBE = """
 import importlib.metadata, pathlib, kvcore
 assert kvcore.__version__ == importlib.metadata.version("kvcore"), "two versions"
@@ -135,9 +146,9 @@ def prepare_tests(session: nox.Session) -> str:
         session.install(TORCH)
         if sys.platform == "linux":
             session.install("--no-deps", TRITON)
-        python = prepare(session, *TEST_TOOLS, *TEST_PLUGINS, extras=("metal", "hf", "mlx-lm"))
+        python = prepare(session, *TEST_TOOLS, *TEST_PLUGINS, extras=("metal", "hf", "mlx-lm", "server"))
     else:
-        python = prepare(session, *TEST_TOOLS, extras=("cuda", "metal", "hf", "mlx-lm"))
+        python = prepare(session, *TEST_TOOLS, extras=("cuda", "metal", "hf", "mlx-lm", "server"))
     add_model(session)
     return python
 
@@ -176,10 +187,29 @@ def compile_cuda(session: nox.Session, triton: str) -> None:
 
 @nox.session(name="tests-metal")
 def tests_metal(session: nox.Session) -> None:
-    """The metal backend on Metal: tests that take MLX in turn, and those marked metal."""
+    """The metal backend on Metal: tests that take MLX in turn, and those marked metal. Writes a dated note."""
     python = prepare_metal(session, *TEST_TOOLS, *TEST_PLUGINS)
     add_model(session)
-    run_tests(session, python, "-k", "mlx or metal")
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch).resolve() / "tests.xml"
+        try:
+            run_tests(session, python, "-k", "mlx or metal", f"--junitxml={report}")
+        finally:
+            if report.exists():
+                write_note(session, python, report)
+
+
+def write_note(session: nox.Session, python: str, report: Path) -> None:
+    """What was run, where and how it ended, in the notes' folder."""
+    suite = next(ElementTree.parse(report).getroot().iter("testsuite")).attrib
+    counts = ", ".join(f"{suite[name]} {name}" for name in ("tests", "failures", "errors", "skipped"))
+    where = str(session.run(python, "-c", METAL_DEVICE, silent=True, log=False, external=True)).strip()
+    commit = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True).stdout.strip()
+    note = NOTES / f"{date.today()}-tests-metal.md"
+    note.write_text(
+        f"- date: {date.today()}\n- commit: {commit or 'unknown'}\n- {where}\n\n{counts}\n", encoding="utf-8"
+    )
+    session.log(f"wrote {note}")
 
 
 @nox.session(name="tests-cuda", venv_backend="none")
@@ -228,20 +258,26 @@ def bench_reference(session: nox.Session) -> None:
 
 @nox.session(name="bench-metal")
 def bench_metal(session: nox.Session) -> None:
-    """Speed of the metal backend on Metal."""
+    """The fused attention kernels beside MLX's own, then a model, on Metal. Writes dated notes; arguments go to the
+    first."""
     python = prepare_metal(session)
     add_model(session)
-    bench(session, python, "metal")
+    out = ["--backend", "metal", "--out", str(NOTES / f"{date.today()}-metal")]
+    session.run(python, "-m", "kvcore", "bench", "attention", *out, *session.posargs)
+    session.run(python, "-m", "kvcore", "bench", "generate", *out)
 
 
 @nox.session(name="bench-cuda", venv_backend="none")
 def bench_cuda(session: nox.Session) -> None:
     """The fused kernels on an NVIDIA GPU, with the torch of the interpreter that runs nox: attention beside torch,
-    then append and fold. Arguments go to the first."""
+    then append and fold, then a decode step inside transformers, where it is installed. Arguments go to the first."""
     require_cuda(session)
     python = prepare(session, extras=("cuda", "bench"))
     session.run(python, "-m", "kvcore", "bench", "attention", *session.posargs)
     session.run(python, "-m", "kvcore", "bench", "cache")
+    session.run(python, "-m", "kvcore", "bench", "decode", "--backend", "cuda", "--random-model", "llama-3.1-8b-4bit")
+    if _installed("transformers"):
+        session.run(python, "-m", "kvcore", "bench", "transformers")
 
 
 @nox.session
@@ -266,7 +302,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy, strict, on the package."""
-    python = prepare(session, "mypy")
+    python = prepare(session, "mypy", extras=("server",))
     session.run(python, "-m", "mypy", *session.posargs)
 
 

@@ -17,7 +17,7 @@ from kvcore.version import __version__
 
 if TYPE_CHECKING:
     from kvcore.cache import Cache, CacheStats
-    from kvcore.errors import BackendError, InputError, KvcoreError, ModelError, UnsupportedError
+    from kvcore.errors import BackendError, CapacityError, InputError, KvcoreError, ModelError, UnsupportedError
     from kvcore.generate import Generation, GenerationStats
     from kvcore.layout import WindowPolicy
     from kvcore.modes import MODES, Mode
@@ -29,6 +29,7 @@ _HOME = {
     "BackendError": "errors",
     "Cache": "cache",
     "CacheStats": "cache",
+    "CapacityError": "errors",
     "Decision": "registry",
     "Generation": "generate",
     "GenerationStats": "generate",
@@ -51,6 +52,7 @@ __all__ = [
     "BackendError",
     "Cache",
     "CacheStats",
+    "CapacityError",
     "Decision",
     "Generation",
     "GenerationStats",

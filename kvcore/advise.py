@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvcore.layout import CODECS, WindowPolicy
+from kvcore.layout import CODECS, CacheShape, WindowPolicy, narrower
+from kvcore.layout.footprint import largest, live_bytes, over_layers, peak_live_bytes
 from kvcore.models.config import LlamaConfig
 from kvcore.modes import MODES, Mode
 
@@ -28,6 +29,7 @@ class ModelShape:
     vocab_size: int
     tie_embeddings: bool
     max_position: int
+    common_window: int | None = None  # where all layers slide: rows beyond it do not live
 
     @classmethod
     def from_config(cls, config: LlamaConfig) -> ModelShape:
@@ -115,14 +117,26 @@ def unsupported(shape: ModelShape, mode: Mode) -> list[str]:
     return [reason for codec in (mode.k, mode.v) for reason in CODECS[codec].reasons_against(shape.head_dim)]
 
 
+def shape_of(plan: Plan, mode: Mode) -> CacheShape:
+    """A cache of one sequence under the plan."""
+    model = plan.shape
+    return CacheShape(
+        name=mode.name,
+        layout=mode.layout(model.head_dim),
+        delegated=mode.delegated,
+        num_layers=model.num_layers,
+        num_q_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        dtype=plan.dtype,
+        window=plan.window,
+        batch=1,
+        cap=narrower(None, model.common_window),
+    )
+
+
 def kv_bytes(plan: Plan, mode: Mode, tokens: int) -> int:
     """Live bytes of one sequence of ``tokens``, sinks and the page rows that they shadow both counted."""
-    layout = mode.layout(plan.shape.head_dim)
-    folded = plan.window.folded_after(tokens) if layout.quantized else 0
-    raw_rows = tokens - folded + min(plan.window.sink_tokens, folded)
-    raw_row = layout.raw_bytes_per_token(plan.dtype)
-    row_bytes = folded * layout.bytes_per_token(plan.dtype) + raw_rows * raw_row
-    return _over_layers(plan, row_bytes, tokens * raw_row)
+    return live_bytes(shape_of(plan, mode), tokens)
 
 
 def largest_context(plan: Plan, mode: Mode) -> int:
@@ -131,16 +145,9 @@ def largest_context(plan: Plan, mode: Mode) -> int:
     At most the model's limit. A delegated mode must hold its prompt raw.
     """
     assert plan.memory is not None
-    budget = (plan.memory - plan.weight_bytes) / plan.batch
-    held = MODES["fp16"] if mode.delegated else mode
-    low, high = 0, plan.shape.max_position
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _peak_bytes(plan, held, middle) <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    budget, shape = (plan.memory - plan.weight_bytes) / plan.batch, shape_of(plan, mode)
+    found = largest(lambda tokens: peak_live_bytes(shape, tokens) <= budget, plan.shape.max_position)
+    return plan.shape.max_position if found is None else found
 
 
 def _cost(plan: Plan, mode: Mode, raw: int) -> ModeCost:
@@ -149,25 +156,12 @@ def _cost(plan: Plan, mode: Mode, raw: int) -> ModeCost:
     seconds = (plan.streamed_bytes + plan.batch * live) / plan.bandwidth
     return ModeCost(
         mode=mode.name,
-        bytes_per_token=_over_layers(plan, layout.bytes_per_token(plan.dtype), layout.raw_bytes_per_token(plan.dtype)),
+        bytes_per_token=over_layers(
+            shape_of(plan, mode), layout.bytes_per_token(plan.dtype), layout.raw_bytes_per_token(plan.dtype)
+        ),
         kv_bytes=live,
         fp16_ratio=raw / live,
         largest_context=None if plan.memory is None else largest_context(plan, mode),
         floor_seconds=seconds,
         tokens_per_second=plan.batch / seconds,
     )
-
-
-def _over_layers(plan: Plan, folding: int, raw: int) -> int:
-    """Sum over layers and heads of bytes per head, in a layer that folds and in a boundary layer."""
-    shape, window = plan.shape, plan.window
-    raw_layers = sum(window.is_raw_layer(layer, shape.num_layers) for layer in range(shape.num_layers))
-    return shape.num_kv_heads * (raw_layers * raw + (shape.num_layers - raw_layers) * folding)
-
-
-def _peak_bytes(plan: Plan, mode: Mode, tokens: int) -> int:
-    """The most bytes at any length up to ``tokens``: now, or just before the newest page was folded."""
-    window = plan.window
-    folded = window.folded_after(tokens)
-    before = folded + window.recent_tokens - 1 if folded else 0
-    return max(kv_bytes(plan, mode, tokens), kv_bytes(plan, mode, before))

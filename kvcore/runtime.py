@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
+import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from operator import index
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 
-from kvcore.attention import convert_cache, decide, default_registry, make_cache
+from kvcore.attention import convert_cache, decide, default_registry, make_cache, make_pools
 from kvcore.backends import Backend, load_backend
-from kvcore.cache import Cache, CacheSpec
+from kvcore.cache import Cache, CacheSpec, StepCache
+from kvcore.communicator import SINGLE, Communicator
+from kvcore.decoding import token_source
 from kvcore.errors import InputError
-from kvcore.generate import DEFAULT_PREFILL_STEP, Generation
-from kvcore.layout import DEFAULT_KEEP, Cap, WindowPolicy
+from kvcore.generate import Generation, TokenSource
+from kvcore.layout import DEFAULT_KEEP, Cap, WindowPolicy, narrower
 from kvcore.models.config import LlamaConfig
-from kvcore.models.llama import LlamaParams, forward, load_params
+from kvcore.models.llama import LlamaParams, Ragged, forward, forward_ragged, load_params
+from kvcore.models.shard import Shard
 from kvcore.modes import Mode, resolve_mode
+from kvcore.parallel import Leader, RankedCache, Ranks, Worker, follow, join
 from kvcore.promptcache import Fingerprint, Identity, check_target, read_prompt_cache, write_prompt_cache
 from kvcore.registry import Registry
-from kvcore.sampling import SamplingParams
+from kvcore.sampling import Sampler, SamplingParams
 from kvcore.text import Tokenizer, load_tokenizer
 from kvcore.weights import open_checkpoint
 
@@ -31,7 +39,10 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A loaded model. Immutable: each generation has a cache of its own unless it is given one."""
+    """A loaded model. Immutable: each generation has a cache of its own unless it is given one.
+
+    Of a model that several ranks share this is rank 0's: ``config`` has its own heads, ``leader`` leads the others.
+    """
 
     backend: Backend
     config: LlamaConfig
@@ -44,6 +55,8 @@ class Model:
     name: str
     notices: tuple[str, ...] = ()
     fingerprint: str = ""
+    leader: Leader | None = None
+    budget: int | None = None
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -57,24 +70,81 @@ class Model:
         capacity: int | None = None,
         max_kv_size: int | None = None,
         keep: int = DEFAULT_KEEP,
+        budget: int | None = None,
+        pools: object | None = None,
     ) -> Cache:
         """An empty cache in the model's mode, or in another one.
 
         ``capacity``: tokens that will come, so that paged storage reserves them at once. It grows beyond them.
-        ``max_kv_size``: most live rows of a layer; of longer sequences the first ``keep`` and the newest stay.
-        KvcoreError where there is no memory, InputError for a cap that cannot be.
+        ``max_kv_size``: most live rows of a layer; of longer sequences the first ``keep`` and the newest stay. Where
+        all layers slide, rows that none of them sees go anyway.
+        ``budget``: most bytes that its rows may take (None: the model's own, if any). Room for ``capacity`` tokens, or
+        for all that the budget and the model's context hold, is taken at once then.
+        ``pools``: pages of `new_pools` for a cache of that mode, else it has pages of its own.
+        CapacityError where there is no memory or the budget holds no token, InputError for a cap that cannot be.
         """
+        spec = self.cache_spec(
+            kv_cache_mode, batch=batch, capacity=capacity, max_kv_size=max_kv_size, keep=keep, budget=budget
+        )
+        made = self._own_cache(spec, pools)
+        return made if self.leader is None else self.leader.adopt(made, spec)
+
+    def new_pools(self, spec: CacheSpec, budget: int, *, raw_pages: int) -> Any:
+        """Pages that caches of ``spec`` share: see `kvcore.attention.make_pools`. None where ranks share the model:
+        their caches have pages of their own."""
+        if self.leader is not None:
+            return None
+        return make_pools(self.backend, spec, budget, raw_pages=raw_pages, kernels=self.kernels, registry=self.registry)
+
+    def cache_spec(
+        self,
+        kv_cache_mode: str | Mode | None = None,
+        *,
+        batch: int = 1,
+        capacity: int | None = None,
+        max_kv_size: int | None = None,
+        keep: int = DEFAULT_KEEP,
+        budget: int | None = None,
+    ) -> CacheSpec:
+        """What `new_cache` makes a cache of. InputError for a cap or a budget that cannot be."""
+        budget = self.budget if budget is None else budget
+        if budget is not None:
+            _check_budget(budget)
+            capacity = min(capacity or self.config.max_position, self.config.max_position)
         mode = self.mode if kv_cache_mode is None else _as_mode(kv_cache_mode)
         spec = _cache_spec(self.config, mode, self.params.dtype, self.window, batch, capacity)
-        spec = replace(spec, model=self.fingerprint)
-        if max_kv_size is not None:
-            spec = replace(spec, cap=Cap(max_kv_size, keep))
-        return make_cache(self.backend, spec, kernels=self.kernels, registry=self.registry)
+        cap = None if max_kv_size is None else Cap(max_kv_size, keep)
+        return replace(
+            spec,
+            model=self.fingerprint,
+            cap=narrower(cap, self.config.common_window),
+            budget=budget,
+            step=self.backend.prefill_step,
+        )
 
     def forward(self, ids: np.ndarray, cache: Cache, *, all_logits: bool = False) -> np.ndarray:
         """``ids`` int [B, T] at the cache's offset -> float32 logits [B, T or 1, vocab] on the host."""
-        logits = forward(self.backend.ops, self.config, self.params, ids, cache, all_logits=all_logits)
-        return self.backend.ops.to_numpy(logits)
+        if isinstance(cache, RankedCache):
+            return cache.run(ids, all_logits, lambda: self._own_forward(ids, cache, all_logits))
+        return self._own_forward(ids, cache, all_logits)
+
+    def forward_ragged(
+        self,
+        ids: Sequence[np.ndarray],
+        caches: Sequence[StepCache],
+        *,
+        all_logits: bool = False,
+        row_block: int | None = None,
+    ) -> Ragged:
+        """`kvcore.models.llama.forward_ragged` on this model; the ranks that share it step too."""
+
+        def step() -> Ragged:
+            ops, config, params = self.backend.ops, self.config, self.params
+            return forward_ragged(ops, config, params, ids, caches, all_logits=all_logits, row_block=row_block)
+
+        if self.leader is None:
+            return step()
+        return self.leader.step(ids, caches, {"all_logits": all_logits, "row_block": row_block}, step)
 
     def encode(self, prompt: str | Messages | Sequence[int], *, raw: bool = False) -> list[int]:
         """Token ids of a prompt: text goes through the chat template as one user message unless ``raw`` or the model
@@ -94,14 +164,15 @@ class Model:
         *,
         raw: bool = False,
         cache: Cache | None = None,
-        prefill_step: int = DEFAULT_PREFILL_STEP,
+        prefill_step: int | None = None,
         max_kv_size: int | None = None,
         keep: int = DEFAULT_KEEP,
         context_shift: bool = True,
     ) -> Generation:
         """Text for ``prompt``, piece by piece: iterate over the result.
 
-        With a ``cache`` the prompt must extend what it holds; that part is not run again. ``max_kv_size`` and ``keep``
+        ``prefill_step``: tokens of the prompt that run at once, by default the backend's own number. With a ``cache``
+        the prompt must extend what it holds; that part is not run again. ``max_kv_size`` and ``keep``
         are those of `new_cache`, for a cache of its own. Without ``context_shift`` the answer ends, with finish reason
         "length", where a token would exceed ``max_kv_size``.
         Raises InputError for an empty prompt or one that the model's context does not hold.
@@ -119,8 +190,9 @@ class Model:
             params,
             eos_token_ids=self.eos_token_ids,
             max_position=self.config.max_position,
-            prefill_step=prefill_step,
+            prefill_step=self.backend.prefill_step if prefill_step is None else prefill_step,
             max_kv_size=None if context_shift else max_kv_size,
+            make_source=self._source,
         )
 
     def prefill(
@@ -128,13 +200,14 @@ class Model:
         ids: Sequence[int],
         cache: Cache,
         *,
-        prefill_step: int = DEFAULT_PREFILL_STEP,
+        prefill_step: int | None = None,
         progress: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> None:
         """Run ``ids`` in chunks, for their rows alone. ``progress(done, total)`` counts tokens."""
-        for begin in range(0, len(ids), prefill_step):
-            self._step(ids[begin : begin + prefill_step], cache)
-            progress(min(len(ids), begin + prefill_step), len(ids))
+        size = self.backend.prefill_step if prefill_step is None else prefill_step
+        for begin in range(0, len(ids), size):
+            self._step(ids[begin : begin + size], cache)
+            progress(min(len(ids), begin + size), len(ids))
 
     def save_cache(self, path: str | Path, cache: Cache, tokens: Sequence[int]) -> int:
         """Write ``cache``, which has seen ``tokens``, to a prompt-cache file; returns its size in bytes.
@@ -142,6 +215,7 @@ class Model:
         InputError where the two do not fit or no file can be there, KvcoreError where writing fails; then an older file
         at ``path`` is unchanged.
         """
+        self._check_files()
         target = Path(path).expanduser()
         check_target(target)
         spec, identity = cache.spec, self._identity(cache.mode)
@@ -161,6 +235,7 @@ class Model:
         InputError where the file was made with another model, tokenizer, mode or window, naming both values, and where
         rows in the middle were dropped under another cap; ModelError where it is damaged.
         """
+        self._check_files()
         cache = self.new_cache(kv_cache_mode, capacity=capacity, max_kv_size=max_kv_size, keep=keep)
         source = Path(path).expanduser()
         layouts = [layer.layout for layer in cache.layers]
@@ -177,6 +252,7 @@ class Model:
 
     def convert_cache(self, cache: Cache, kv_cache_mode: str | Mode) -> Cache:
         """A cache in another mode with the same rows; the old one stays: see `kvcore.attention.convert_cache`."""
+        self._check_files()
         mode = _as_mode(kv_cache_mode)
         return convert_cache(self.backend, cache, mode, kernels=self.kernels, registry=self.registry)
 
@@ -187,21 +263,34 @@ class Model:
             tokenizer=self.tokenizer.digest(),
             rope={**asdict(self.config.rope), "freq_factors": list(self.config.rope.freq_factors or ())},
             mode=mode.name,
-            layout={
-                "k": layout.k.name,
-                "v": layout.v.name,
-                "k_dim": layout.k_dim,
-                "v_dim": layout.v_dim,
-                "kv_heads": self.config.num_kv_heads,
-            },
+            layout=layout.describe() | {"kv_heads": self.config.num_kv_heads},
             window=asdict(self.window) if mode.quantized else {},
         )
+
+    def _own_cache(self, spec: CacheSpec, pools: object | None = None) -> Cache:
+        return make_cache(self.backend, spec, kernels=self.kernels, registry=self.registry, pools=pools)
+
+    def _own_forward(self, ids: np.ndarray, cache: Cache, all_logits: bool) -> np.ndarray:
+        logits = forward(self.backend.ops, self.config, self.params, ids, cache, all_logits=all_logits)
+        return self.backend.ops.to_numpy(logits)
+
+    def _check_files(self) -> None:
+        if self.leader is not None:
+            raise InputError(
+                f"{self.params.ranks.size} ranks share this model, and each has the rows of its own heads: "
+                "prompt caches in files and a change of mode need one process"
+            )
 
     def _step(self, ids: Sequence[int], cache: Cache) -> np.ndarray:
         logits = self.forward(np.asarray(ids, np.int32)[None], cache)
         self.backend.ops.evaluate(*cache.arrays())
         last: np.ndarray = logits[0, -1]
         return last
+
+    def _source(self, cache: Cache, sampler: Sampler, seen: Sequence[int]) -> TokenSource | None:
+        if self.leader is not None:
+            return None
+        return token_source(self.backend, self.config, self.params, cache, [sampler], [seen])
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         checked = [index(i) for i in ids]
@@ -220,40 +309,102 @@ def load(
     dtype: str = "auto",
     kernels: str = "auto",
     window: WindowPolicy | None = None,
+    kv_cache_budget: int | None = None,
     chat_template: str | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
     notify: Callable[[str], None] = lambda _text: None,
+    tensor_parallel: int = 1,
 ) -> Model:
     """Load a model: a folder, a .gguf file, a hub id, or None for the embedded SmolLM2.
 
     ``dtype`` is the compute dtype and that of raw cache rows; "auto" takes float32 on a CPU and the checkpoint's own on
-    a GPU. ``progress(done, total)`` counts layers, ``notify`` hears of a download before it starts. Raises InputError,
+    a GPU. ``kv_cache_budget``: most bytes that the rows of a cache may take.
+    ``progress(done, total)`` counts layers, ``notify`` hears of a download before it starts. Raises InputError,
     ModelError, BackendError or UnsupportedError before any weight is read where a setting cannot be met.
+
+    ``tensor_parallel`` processes, started by torchrun or mlx.launch, share the model. Only rank 0 returns; the others
+    work for it until it ends, and then raise SystemExit.
     """
     notices: list[str] = []
     mode = _as_mode(kv_cache_mode, notices.append)
-    loaded = load_backend(backend, device)
     compute = resolve_dtype(dtype)
+    ranks: Ranks | None = None
+    if tensor_parallel == 1:
+        loaded = load_backend(backend, device)
+    else:
+        loaded, ranks = join(tensor_parallel, backend, device)
+    if kernels != "graph" and loaded.fused_ops is not None:
+        loaded = replace(loaded, ops=loaded.fused_ops())
+    _check_budget(kv_cache_budget)
+    with nullcontext() if ranks is None else ranks.reported():
+        made = _load(
+            model, loaded, mode, compute, kernels, window or WindowPolicy(), chat_template, progress, notify, ranks
+        )
+        made = replace(made, notices=(*notices, *made.notices), budget=kv_cache_budget)
+        if ranks is None:
+            return made
+        if ranks.rank:
+            _work(made, ranks)
+    leader = Leader(ranks)
+    atexit.register(leader.close)
+    return replace(made, leader=leader)
+
+
+def _load(
+    model: str | Path | None,
+    backend: Backend,
+    mode: Mode,
+    compute: str | None,
+    kernels: str,
+    window: WindowPolicy,
+    chat_template: str | None,
+    progress: Callable[[int, int], None],
+    notify: Callable[[str], None],
+    ranks: Ranks | None,
+) -> Model:
+    among: Communicator = ranks or SINGLE
     checkpoint = open_checkpoint(model, notify)
-    compute = compute or loaded.default_dtype or checkpoint.config.dtype
-    registry = default_registry(loaded)
-    window = window or WindowPolicy()
-    decide(loaded, registry, _cache_spec(checkpoint.config, mode, compute, window), kernels)
+    compute = compute or backend.default_dtype or checkpoint.config.dtype
+    registry = default_registry(backend)
+    config = Shard(checkpoint.config, among.rank, among.size).local
+    decide(backend, registry, _cache_spec(config, mode, compute, window), kernels)
     tokenizer = load_tokenizer(checkpoint.tokenizer, chat_template)
     fingerprint = Fingerprint(checkpoint.config)
+    notices: list[str] = []
+    params = load_params(backend, checkpoint, compute, progress, fingerprint.add, among, notices.append)
     return Model(
-        backend=loaded,
-        config=checkpoint.config,
-        params=load_params(loaded, checkpoint, compute, progress, fingerprint.add),
+        backend=backend,
+        config=config,
+        params=params,
         tokenizer=tokenizer,
         mode=mode,
         window=window,
         registry=registry,
         kernels=kernels,
         name=checkpoint.model_name,
-        notices=(*notices, *([loaded.notice] if loaded.notice else []), *checkpoint.notices),
+        notices=(*([backend.notice] if backend.notice else []), *checkpoint.notices, *notices),
         fingerprint=fingerprint.hexdigest(),
     )
+
+
+def _work(model: Model, ranks: Ranks) -> NoReturn:
+    """A rank other than 0: run its share of what rank 0 does, to the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process of a terminal; rank 0 decides
+
+    ops = model.backend.ops
+
+    def step(ids: np.ndarray, cache: Cache, all_logits: bool) -> None:
+        model._own_forward(ids, cache, all_logits)
+        ops.evaluate(*cache.arrays())
+
+    def ragged(ids: Sequence[np.ndarray], caches: Sequence[Cache], settings: Mapping[str, Any]) -> Ragged:
+        ran = forward_ragged(ops, model.config, model.params, ids, caches, **settings)
+        ops.evaluate(ran.logits, *(array for cache in caches for array in cache.arrays()))
+        return ran
+
+    follow(ranks, Worker(ranks, model._own_cache, step, ragged))
+    ranks.close()
+    raise SystemExit(0)
 
 
 def resolve_dtype(name: str) -> str | None:
@@ -262,6 +413,11 @@ def resolve_dtype(name: str) -> str | None:
     if wanted not in DTYPES:
         raise InputError(f"unknown dtype '{name}': choose one of {', '.join(DTYPES)}")
     return None if wanted == "auto" else wanted
+
+
+def _check_budget(budget: int | None) -> None:
+    if budget is not None and budget < 1:
+        raise InputError(f"a KV budget of {budget} bytes: must be 1 or more")
 
 
 def _as_mode(mode: str | Mode, notice: Callable[[str], None] = lambda _text: None) -> Mode:
@@ -281,6 +437,7 @@ def _cache_spec(
         window=window,
         batch=batch,
         capacity=capacity,
+        sliding=bool(config.layer_windows),
     )
 
 

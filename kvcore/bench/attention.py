@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvcore.backends.cuda.attend import LaunchConfig, Pages, VRotation, attend_pages
 from kvcore.backends.cuda.native import PAGE, to_native
 from kvcore.backends.cuda.ops import TorchOps
+from kvcore.bench.shape import Shape
 from kvcore.bench.timing import interleaved, timer
 from kvcore.errors import KvcoreError
 from kvcore.layout import Layout, Rotation
@@ -41,20 +42,6 @@ COLUMNS = (
     "error",
 )
 MiB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """``batch`` sequences of ``tokens`` tokens; heads as in one layer of a model."""
-
-    batch: int
-    tokens: int
-    q_heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.tokens} {self.q_heads}/{self.kv_heads} D{self.head_dim}"
 
 
 @dataclass(frozen=True, slots=True)

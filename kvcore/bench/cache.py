@@ -1,4 +1,7 @@
-"""The two kernels that write a paged cache on CUDA: append in every layer of a step, fold where pages are complete."""
+"""What a step does to a paged cache on CUDA: append in every layer, fold where pages are full, and a trim with sinks.
+
+Append and fold are kernels, in CUDA graphs; a trim is the host's work on its tables (`kvcore.bench.trim`).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from kvcore.backends.cuda.kernels.fold import Fold
 from kvcore.backends.cuda.native import PAGE, NativeLayout, to_canonical
 from kvcore.backends.cuda.ops import TorchOps
 from kvcore.backends.cuda.pool import PagePool
+from kvcore.bench import trim
 from kvcore.bench.timing import interleaved
 from kvcore.errors import KvcoreError
 from kvcore.layout import Rotation, WindowPolicy
@@ -31,6 +35,8 @@ COLUMNS = (
     "us_p90",
     "tb_per_s",
     "percent_of_copy",
+    "us_tables",
+    "bytes_copied",
     "check",
 )
 LAYERS = 32  # of an append's replay, each with pages of its own; a fold takes one layer
@@ -91,14 +97,20 @@ def run(
     repeats: int = 25,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """One row per mode and batch for append, one per quantized mode for fold. KvcoreError where a result is wrong."""
+    """One row per mode and batch for append, one per quantized mode for fold, one per mode for a trim.
+
+    KvcoreError where a result is wrong.
+    """
     progress("building")
     with torch.no_grad():
         variants = [copy_variant(), *_variants(modes, dtype, batches)]
         progress(f"timing {len(variants)} variants")
         times = interleaved([variant.run for variant in variants], repeats)
     copy = variants[0].moved / median(times[0])
-    return [_row(variant, sample, copy) for variant, sample in zip(variants, times, strict=True)]
+    rows = [_row(variant, sample, copy) for variant, sample in zip(variants, times, strict=True)]
+    del variants
+    progress("trims")
+    return [*rows, *(trim.row(trim.Trim(mode, dtype, "cuda"), max(repeats, 200)) for mode in modes)]
 
 
 def _variants(modes: Sequence[str], dtype: str, batches: Sequence[int]) -> Iterator[Variant]:

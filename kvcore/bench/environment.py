@@ -14,19 +14,26 @@ from kvcore.version import __version__
 def describe(backend: Backend) -> dict[str, str]:
     """Date, commit, device and versions, as plain strings."""
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "kvcore": __version__,
-        "commit": _commit(),
+        **machine(),
         "backend": backend.name,
         "device": backend.versions.get("gpu", backend.device),
         "arch": backend.arch,
-        "cpu": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
         **backend.versions,
     }
 
 
-def _commit() -> str:
+def machine() -> dict[str, str]:
+    """Date, commit, processor and Python."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "kvcore": __version__,
+        "commit": commit(),
+        "cpu": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str:
     """The checkout's commit, with + where it has changes; "unknown" outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
     try:

@@ -35,4 +35,6 @@ def write(
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""The command line: `kvcore generate`, `chat`, `doctor`, `advise`, `convert`, `eval`, `bench`.
+"""The command line: `kvcore generate`, `chat`, `serve`, `doctor`, `advise`, `convert`, `eval`, `bench`.
 
 Nothing here imports NumPy or a framework before a command needs it, so that `kvcore --help` stays fast.
 """

@@ -12,23 +12,20 @@ from typing import Any
 from kvcore.advise import SHAPES, ModeCost, ModelShape, Plan, mode_costs, unsupported
 from kvcore.cli.options import AdviseOptions, CommonOptions, WindowOptions
 from kvcore.cli.session import window_policy
+from kvcore.cli.sizes import parse_size
 from kvcore.cli.terminal import note
 from kvcore.errors import InputError, ModelError
 from kvcore.models.config import LlamaConfig
 from kvcore.models.fields import Fields
 from kvcore.modes import MODES
 from kvcore.ops import ITEMSIZE
+from kvcore.recommend import BASIS, FIDELITY, Recommendation, recommend
 from kvcore.runtime import resolve_dtype
 from kvcore.weights.gguf_header import read_gguf_header
 from kvcore.weights.json_file import read_json
 from kvcore.weights.source import HUB_ID
 
 AFFINE_OVERHEAD = 32 / 64  # a 16-bit scale and bias per group of 64
-UNITS = (
-    {"B": 1}
-    | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
-    | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
-)
 FLOOR = (
     "The floor is the bytes that a step must read (weights and cache) over the bandwidth. It is computed, not "
     "measured: no kernel is faster, and which kernels a mode has today is what `kvcore doctor` shows."
@@ -46,13 +43,27 @@ class Source:
 
 def advise(options: AdviseOptions, window: WindowOptions, common: CommonOptions) -> None:
     """Print a row per mode."""
+    source, plan = read_plan(options, window)
+    costs = mode_costs(plan)
+    found = recommend(plan, costs, options.max_kl)
+    if common.json:
+        print(json.dumps(_report(source, plan, costs, found), indent=2))
+    else:
+        advice = _advice(plan, costs, found)
+        print("\n".join([*_heading(source, plan), "", *_table(plan, costs), "", *advice, *_remarks(plan)]))
+
+
+def read_plan(options: AdviseOptions, window: WindowOptions) -> tuple[Source, Plan]:
+    """The model and the plan that the options mean."""
     dtype = resolve_dtype(options.dtype) or "float16"
     if not (math.isfinite(options.bandwidth) and options.bandwidth > 0):
         raise InputError(f"--bandwidth {options.bandwidth}: must be a number of GB/s above 0")
-    memory = None if options.memory is None else _size(options.memory)
+    memory = (
+        None if options.memory is None else parse_size("--memory", options.memory, example="24GiB or 80GB", unit=True)
+    )
     bits = None if options.weight_bits is None else _bits(options.weight_bits)
     source = read_source(options.model)
-    plan = Plan(
+    return source, Plan(
         shape=source.shape,
         context=_context(options.context, source.shape.max_position),
         bits_per_weight=bits or source.bits_per_weight,
@@ -62,11 +73,6 @@ def advise(options: AdviseOptions, window: WindowOptions, common: CommonOptions)
         window=window_policy(window),
         memory=memory,
     )
-    costs = mode_costs(plan)
-    if common.json:
-        print(json.dumps(_report(source, plan, costs), indent=2))
-    else:
-        print("\n".join([*_heading(source, plan), "", *_table(plan, costs), "", *_remarks(plan)]))
 
 
 def read_source(model: str) -> Source:
@@ -83,7 +89,7 @@ def read_source(model: str) -> Source:
             f"{model} is no model: give {', '.join(SHAPES)}, a folder with a config.json, a .gguf file "
             "or a hub id ORG/NAME"
         )
-    return _from_config(_hub_config(model), model)
+    return _from_config(hub_config(model), model)
 
 
 def _from_config(path: Path, name: str) -> Source:
@@ -108,7 +114,7 @@ def _from_gguf(path: Path) -> Source:
     return Source(path.stem, shape, bits)
 
 
-def _hub_config(name: str) -> Path:
+def hub_config(name: str) -> Path:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError as error:
@@ -132,14 +138,6 @@ def _context(given: str | None, limit: int) -> int:
     if tokens > limit:
         raise InputError(f"--context {given}: {tokens} tokens are more than the {limit} that the model holds")
     return tokens
-
-
-def _size(given: str) -> int:
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)\s*([KMGT]i?B|B)", given.strip(), re.ASCII)
-    size = int(float(match[1]) * UNITS[match[2]]) if match else 0
-    if size < 1:
-        raise InputError(f"--memory {given}: give a number and a unit, such as 24GiB or 80GB")
-    return size
 
 
 def _bits(given: float) -> float:
@@ -207,13 +205,27 @@ def _remarks(plan: Plan) -> list[str]:
     return remarks
 
 
-def _report(source: Source, plan: Plan, costs: list[ModeCost]) -> dict[str, Any]:
+def _advice(plan: Plan, costs: list[ModeCost], found: Recommendation) -> list[str]:
+    if found.mode is None:
+        return [f"recommended: none, because {found.reason}.", ""]
+    cost, measured = next(cost for cost in costs if cost.mode == found.mode), FIDELITY[found.mode]
+    return [
+        f"recommended: {found.mode}, {found.reason}. {cost.kv_bytes / 2**20:,.1f} MiB for {plan.context:,} tokens, "
+        f"floor {cost.floor_seconds * 1e3:.3f} ms/step, KL {measured.kl:.2g}, top-1 {measured.top1:.1%}.",
+        BASIS,
+        "",
+    ]
+
+
+def _report(source: Source, plan: Plan, costs: list[ModeCost], found: Recommendation) -> dict[str, Any]:
     return {
         "model": source.name,
         "plan": asdict(plan),
         "weight_bytes": round(plan.weight_bytes),
         "streamed_bytes": round(plan.streamed_bytes),
-        "modes": [asdict(cost) for cost in costs],
+        "modes": [asdict(cost) | {"fidelity": asdict(FIDELITY[cost.mode])} for cost in costs],
+        "recommended": asdict(found),
+        "fidelity_basis": BASIS,
         "impossible": {mode.name: reasons for mode in MODES.values() if (reasons := unsupported(plan.shape, mode))},
         "note": FLOOR,
     }

@@ -15,15 +15,25 @@ from kvcore.cli.options import (
     CacheBenchOptions,
     CommonOptions,
     ConvertOptions,
+    DecodeBenchOptions,
     DoctorOptions,
     EvalOptions,
+    ExportOptions,
     GenerateBenchOptions,
     LifeOptions,
     ModelOption,
     ModeOptions,
+    ParallelOptions,
+    PlanOptions,
     PromptOption,
+    RatesBenchOptions,
+    RayOptions,
     SamplingOptions,
+    ServeBenchOptions,
+    ServeDefaultOptions,
+    ServeOptions,
     TextOptions,
+    TransformersBenchOptions,
     WindowOptions,
 )
 
@@ -64,13 +74,14 @@ def generate(
     backend: BackendOptions,
     window: WindowOptions,
     life: LifeOptions,
+    parallel: ParallelOptions,
     common: CommonOptions,
 ) -> None:
     """Answer one prompt, streamed to stdout."""
     from kvcore.cli.generate import generate as run
     from kvcore.cli.session import Settings
 
-    run(prompt.prompt, Settings(model, mode, sampling, text, backend, window, life, common))
+    run(prompt.prompt, Settings(model, mode, sampling, text, backend, window, life, common, parallel))
 
 
 def chat(
@@ -81,6 +92,7 @@ def chat(
     backend: BackendOptions,
     window: WindowOptions,
     life: LifeOptions,
+    parallel: ParallelOptions,
     common: CommonOptions,
 ) -> None:
     """Talk with a model, keeping its cache.
@@ -90,7 +102,7 @@ def chat(
     from kvcore.cli.chat import chat as run
     from kvcore.cli.session import Settings
 
-    run(Settings(model, mode, sampling, text, backend, window, life, common))
+    run(Settings(model, mode, sampling, text, backend, window, life, common, parallel))
 
 
 def cache_prompt(
@@ -113,6 +125,30 @@ def cache_prompt(
     run(prompt.prompt, Settings(model, mode, SamplingOptions(), text, backend, window, life, common))
 
 
+def serve(
+    model: ModelOption,
+    mode: ModeOptions,
+    options: ServeOptions,
+    defaults: ServeDefaultOptions,
+    backend: BackendOptions,
+    window: WindowOptions,
+    parallel: ParallelOptions,
+    replicas: RayOptions,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API does.
+
+    Requests join and leave a running batch; prompts reuse what others have run. A small chat is at /.
+    """
+    from kvcore.cli.serve import serve as run
+    from kvcore.cli.serve_ray import check_unused, serve_ray
+
+    if replicas.ray:
+        serve_ray(model, mode, options, defaults, backend, window, parallel, replicas)
+    else:
+        check_unused(replicas)
+        run(model, mode, options, defaults, backend, window, parallel)
+
+
 def doctor(
     model: ModelOption,
     doctor: DoctorOptions,
@@ -129,14 +165,43 @@ def doctor(
     run(model, doctor, mode, backend, common)
 
 
-def advise(advise: AdviseOptions, window: WindowOptions, common: CommonOptions) -> None:
+def advise(
+    advise: AdviseOptions,
+    fleet: PlanOptions,
+    parallel: ParallelOptions,
+    window: WindowOptions,
+    common: CommonOptions,
+) -> None:
     """Compute what each cache mode costs.
 
-    Bytes, the largest context that fits, and a floor in time per token. No weights are read.
+    Bytes, the largest context that fits, and a floor in time per token. No weights are read. With --rps, a simulation
+    of replicas under load: waiting times, tokens per second and cost.
     """
     from kvcore.cli.advise import advise as run
+    from kvcore.cli.plan import check_unused, plan
 
-    run(advise, window, common)
+    if fleet.rps is None:
+        check_unused(fleet, parallel)
+        run(advise, window, common)
+    else:
+        plan(advise, fleet, parallel, window, common)
+
+
+def vllm_command(
+    model: ModelOption,
+    mode: ModeOptions,
+    options: ExportOptions,
+    parallel: ParallelOptions,
+    window: WindowOptions,
+    common: CommonOptions,
+) -> None:
+    """Print the nearest `vllm serve` line.
+
+    For those who move to a fleet: what differs there goes to stderr.
+    """
+    from kvcore.cli.export import export_vllm as run
+
+    run(model, mode, options, parallel, window, common)
 
 
 def convert(model: ModelOption, convert: ConvertOptions, common: CommonOptions) -> None:
@@ -154,6 +219,7 @@ def bench_generate(
     bench: BenchOptions,
     options: GenerateBenchOptions,
     backend: BackendOptions,
+    parallel: ParallelOptions,
     common: CommonOptions,
 ) -> None:
     """Time prefill and decode of a model, mode by mode.
@@ -162,13 +228,45 @@ def bench_generate(
     """
     from kvcore.cli.bench import bench_generate as run
 
+    run(model, bench, options, backend, parallel, common)
+
+
+def bench_rates(
+    model: ModelOption,
+    bench: BenchOptions,
+    options: RatesBenchOptions,
+    backend: BackendOptions,
+    common: CommonOptions,
+) -> None:
+    """Measure the rates that `kvcore advise --rates` simulates with.
+
+    Prefill and decode of the engine at several lengths and batches, fitted; --json prints the file.
+    """
+    from kvcore.cli.bench import bench_rates as run
+
+    run(model, bench, options, backend, common)
+
+
+def bench_decode(
+    model: ModelOption,
+    bench: BenchOptions,
+    options: DecodeBenchOptions,
+    backend: BackendOptions,
+    common: CommonOptions,
+) -> None:
+    """Time decode of a whole model at long contexts, mode by mode.
+
+    Each row says how a step ran, its share of the floor that memory bandwidth sets, and what the cache holds.
+    """
+    from kvcore.cli.bench_decode import bench_decode as run
+
     run(model, bench, options, backend, common)
 
 
 def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common: CommonOptions) -> None:
-    """Time the fused attention kernels beside torch's own.
+    """Time the fused attention kernels beside torch's own, or MLX's.
 
-    Needs an NVIDIA GPU. A kernel is checked against float64 before it is timed.
+    Needs an NVIDIA GPU, or with --backend metal an Apple one. A kernel is checked against float64 before it is timed.
     """
     from kvcore.cli.bench import bench_attention as run
 
@@ -185,6 +283,26 @@ def bench_cache(bench: BenchOptions, options: CacheBenchOptions, common: CommonO
     run(bench, options, common)
 
 
+def bench_serve(options: ServeBenchOptions, common: CommonOptions) -> None:
+    """Put a load on a server and time its answers.
+
+    Any server with OpenAI's API. Requests arrive at random, whether or not earlier ones are done.
+    """
+    from kvcore.cli.bench_serve import bench_serve as run
+
+    run(options, common)
+
+
+def bench_transformers(bench: BenchOptions, options: TransformersBenchOptions, common: CommonOptions) -> None:
+    """Time a decode step inside transformers: kvcore's cache beside DynamicCache and QuantizedCache.
+
+    A random llama of few layers. Needs the extra transformers, and an NVIDIA GPU unless --device cpu.
+    """
+    from kvcore.cli.bench import bench_transformers as run
+
+    run(bench, options, common)
+
+
 def eval_(
     model: ModelOption, options: EvalOptions, backend: BackendOptions, window: WindowOptions, common: CommonOptions
 ) -> None:
@@ -197,12 +315,20 @@ def eval_(
     evaluate(model, options, backend, window, common)
 
 
-for command in (generate, chat, cache_prompt, doctor, advise, convert):
+for command in (generate, chat, serve, cache_prompt, doctor, advise, convert):
     add_command(app, command.__name__.replace("_", "-"), command)
 add_command(app, "eval", eval_)
 
+export = typer.Typer(help="The same setting on other engines.", no_args_is_help=True, rich_markup_mode=None)
+add_command(export, "vllm-command", vllm_command)
+app.add_typer(export, name="export")
+
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True, rich_markup_mode=None)
 add_command(bench, "generate", bench_generate)
+add_command(bench, "decode", bench_decode)
+add_command(bench, "rates", bench_rates)
 add_command(bench, "attention", bench_attention)
 add_command(bench, "cache", bench_cache)
+add_command(bench, "serve", bench_serve)
+add_command(bench, "transformers", bench_transformers)
 app.add_typer(bench, name="bench")

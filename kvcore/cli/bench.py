@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvcore.bench import report
-from kvcore.bench.environment import describe
+from kvcore.bench.environment import describe, machine
 from kvcore.cli.options import (
     AttentionBenchOptions,
     BackendOptions,
@@ -19,11 +22,15 @@ from kvcore.cli.options import (
     CommonOptions,
     GenerateBenchOptions,
     ModelOption,
+    ParallelOptions,
+    RatesBenchOptions,
+    TransformersBenchOptions,
 )
+from kvcore.cli.ranks import leads, work
 from kvcore.cli.terminal import note
-from kvcore.errors import InputError
+from kvcore.errors import BackendError, InputError
 from kvcore.modes import resolve_mode
-from kvcore.runtime import load
+from kvcore.runtime import Model, load
 
 
 def bench_generate(
@@ -31,24 +38,31 @@ def bench_generate(
     bench: BenchOptions,
     options: GenerateBenchOptions,
     backend: BackendOptions,
+    parallel: ParallelOptions,
     common: CommonOptions,
 ) -> None:
     """Prefill and decode of a model, mode by mode."""
     from kvcore.bench.generate import COLUMNS, run
 
-    modes = _modes(bench.modes)
-    lengths = _numbers("--prompt-tokens", options.prompt_tokens)
-    _positive("--repeats", bench.repeats)
+    def load_it() -> Model:
+        return load(
+            model.model,
+            backend=backend.backend,
+            device=backend.device,
+            dtype=backend.dtype,
+            kernels=backend.kernels,
+            notify=note,
+            tensor_parallel=parallel.tensor_parallel,
+        )
+
+    if not leads(parallel):
+        work(load_it)
+    modes = modes_of(bench.modes)
+    lengths = numbers("--prompt-tokens", options.prompt_tokens)
+    check_positive("--repeats", bench.repeats)
     if options.new_tokens < 2:
         raise InputError(f"--new-tokens {options.new_tokens}: must be 2 or more, because a rate needs an interval")
-    loaded = load(
-        model.model,
-        backend=backend.backend,
-        device=backend.device,
-        dtype=backend.dtype,
-        kernels=backend.kernels,
-        notify=note,
-    )
+    loaded = load_it()
     ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, max(lengths)).tolist()
     rows = run(
         loaded,
@@ -60,40 +74,102 @@ def bench_generate(
         progress=note,
     )
     environment = {**describe(loaded.backend), "model": loaded.name, "seed": "0", "warm-up": "one run of each row"}
-    _publish("generate", environment, rows, COLUMNS, bench, common)
+    if parallel.tensor_parallel > 1:
+        environment["ranks"] = f"{parallel.tensor_parallel} over {loaded.params.ranks.name}"
+    publish("generate", environment, rows, COLUMNS, bench, common)
+
+
+SHAPES = {
+    "cuda": "1x2048,1x8192,1x32768,1x131072,4x32768,16x8192,16x32768,64x8192",
+    "metal": "1x2048,1x8192,1x32768,1x131072",
+}
+
+
+def bench_rates(
+    model: ModelOption,
+    bench: BenchOptions,
+    options: RatesBenchOptions,
+    backend: BackendOptions,
+    common: CommonOptions,
+) -> None:
+    """The rates of `kvcore advise --rates`; with --json, its file."""
+    from kvcore.bench.rates import COLUMNS, measure, rows
+
+    modes = modes_of(bench.modes)
+    lengths, batches = numbers("--prompt-tokens", options.prompt_tokens), numbers("--batches", options.batches)
+    check_positive("--repeats", bench.repeats)
+    loaded = load(
+        model.model,
+        backend=backend.backend,
+        device=backend.device,
+        dtype=backend.dtype,
+        kernels=backend.kernels,
+        notify=note,
+    )
+    measured = measure(
+        loaded,
+        modes=modes,
+        batches=batches,
+        prompts=lengths,
+        chunk=options.prefill_step_size,
+        steps=options.new_tokens,
+        repeats=bench.repeats,
+        progress=note,
+    )
+    environment = {**describe(loaded.backend), "model": loaded.name, "seed": "0", "warm-up": "one run of each row"}
+    environment |= {"unit": "microseconds", "prefill step": str(options.prefill_step_size)}
+    found = {"environment": environment, "modes": {mode: asdict(rates) for mode, (rates, _) in measured.items()}}
+    if bench.out is not None:
+        path = Path(bench.out).expanduser() / "rates.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        note(f"wrote {path}")
+    if common.json:
+        print(json.dumps(found, indent=2))
+        return
+    publish("rates", environment, rows(measured, options.prefill_step_size), COLUMNS, bench, common)
 
 
 def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common: CommonOptions) -> None:
-    """The fused attention kernels beside torch's, on an NVIDIA GPU."""
+    """The fused attention kernels beside torch's on an NVIDIA GPU, or beside MLX's on an Apple one."""
     from kvcore.backends import load_backend
+    from kvcore.bench.shape import Shape
 
-    modes = _modes(bench.modes)
-    _positive("--repeats", bench.repeats)
-    heads = _numbers("--heads", options.heads, "/", 3)
-    shapes = [_numbers("--shapes", shape, "x", 2) for shape in options.shapes.split(",")]
+    if options.backend not in SHAPES:
+        raise InputError(f"--backend {options.backend}: this benchmark knows cuda and metal")
+    modes = modes_of(bench.modes)
+    check_positive("--repeats", bench.repeats)
+    heads = numbers("--heads", options.heads, "/", 3)
+    words = (options.shapes or SHAPES[options.backend]).split(",")
+    shapes = [Shape(*numbers("--shapes", shape, "x", 2), *heads) for shape in words]
     _sixteen_bits(options.bench_dtype)
-    backend = load_backend("cuda")
+    backend = load_backend(options.backend)
+    environment = {**describe(backend), "data": "normal, seed 0"}
+    repeats = max(bench.repeats, 11)
+    if options.backend == "metal":
+        if backend.device != "metal":
+            raise BackendError("bench attention --backend metal: MLX has no Metal here; run it on an Apple GPU")
+        from kvcore.bench import attention_metal
 
-    from kvcore.bench.attention import COLUMNS, Shape, plot, run
+        rows = attention_metal.run(backend, shapes, modes, dtype=options.bench_dtype, repeats=repeats, progress=note)
+        environment["warm-up"] = "three runs of each variant"
+        publish("attention", environment, rows, attention_metal.COLUMNS, bench, common)
+        return
 
-    rows = run(
-        [Shape(*shape, *heads) for shape in shapes],
-        modes,
-        dtype=options.bench_dtype,
-        repeats=max(bench.repeats, 11),
-        progress=note,
-    )
-    environment = {**describe(backend), "warm-up": "three replays of each graph", "data": "normal, seed 0"}
-    _publish("attention", environment, rows, COLUMNS, bench, common, plot)
+    from kvcore.bench.attention import COLUMNS, plot, run
+
+    rows = run(shapes, modes, dtype=options.bench_dtype, repeats=repeats, progress=note)
+    environment["warm-up"] = "three replays of each graph"
+    publish("attention", environment, rows, COLUMNS, bench, common, plot)
 
 
 def bench_cache(bench: BenchOptions, options: CacheBenchOptions, common: CommonOptions) -> None:
     """The kernels that write the paged cache, on an NVIDIA GPU."""
     from kvcore.backends import load_backend
 
-    modes = _modes(bench.modes)
-    _positive("--repeats", bench.repeats)
-    batches = _numbers("--batches", options.batches)
+    modes = modes_of(bench.modes)
+    check_positive("--repeats", bench.repeats)
+    batches = numbers("--batches", options.batches)
     _sixteen_bits(options.bench_dtype)
     backend = load_backend("cuda")
 
@@ -101,10 +177,35 @@ def bench_cache(bench: BenchOptions, options: CacheBenchOptions, common: CommonO
 
     rows = run(modes, dtype=options.bench_dtype, batches=batches, repeats=max(bench.repeats, 11), progress=note)
     environment = {**describe(backend), "warm-up": "three replays of each graph", "data": "normal, seed 0"}
-    _publish("cache", environment, rows, COLUMNS, bench, common)
+    publish("cache", environment, rows, COLUMNS, bench, common)
 
 
-def _publish(
+def bench_transformers(bench: BenchOptions, options: TransformersBenchOptions, common: CommonOptions) -> None:
+    """A decode step of a random llama in transformers, cache by cache."""
+    modes = modes_of(bench.modes)
+    check_positive("--repeats", bench.repeats)
+    q_heads, kv_heads, head_dim = numbers("--heads", options.heads, "/", 3)
+    if q_heads % kv_heads:
+        raise InputError(f"--heads {options.heads}: {q_heads} query heads are no multiple of {kv_heads} KV heads")
+    if options.bench_dtype not in ("float16", "bfloat16", "float32"):
+        raise InputError(f"--bench-dtype {options.bench_dtype}: choose float16, bfloat16 or float32")
+    if options.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", options.device):
+        raise InputError(f"--device {options.device}: choose cuda, cuda:N or cpu")
+    # Integrations are plugins that nothing imports: this one's benchmark is found by its name, when it is asked for.
+    made = import_module("kvcore.integrations.transformers.bench")
+    setting = made.Setting(
+        options.layers,
+        options.context,
+        options.batch,
+        *(q_heads, kv_heads, head_dim, options.vocab),
+        options.bench_dtype,
+        options.device,
+    )
+    rows = made.run(setting, modes, repeats=max(bench.repeats, 10), progress=note)
+    publish("transformers", {**machine(), **made.environment(setting)}, rows, made.COLUMNS, bench, common)
+
+
+def publish(
     name: str,
     environment: Mapping[str, str],
     rows: Sequence[dict[str, Any]],
@@ -129,11 +230,11 @@ def _publish(
             note("no plot: matplotlib is not installed (pip install 'kvcore[bench]')")
 
 
-def _modes(words: str) -> list[str]:
+def modes_of(words: str) -> list[str]:
     return [resolve_mode(word, note).name for word in words.split(",")]
 
 
-def _numbers(flag: str, words: str, separator: str = ",", count: int | None = None) -> list[int]:
+def numbers(flag: str, words: str, separator: str = ",", count: int | None = None) -> list[int]:
     parts = words.strip().split(separator)
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts) or (count and len(parts) != count):
         form = separator.join(["N"] * count) if count else "whole numbers from 1, comma-separated"
@@ -146,6 +247,6 @@ def _sixteen_bits(dtype: str) -> None:
         raise InputError(f"--bench-dtype {dtype}: choose float16 or bfloat16")
 
 
-def _positive(flag: str, number: int) -> None:
+def check_positive(flag: str, number: int) -> None:
     if number < 1:
         raise InputError(f"{flag} {number}: must be 1 or more")

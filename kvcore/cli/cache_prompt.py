@@ -19,6 +19,7 @@ def cache_prompt(prompt: str | None, settings: Settings) -> None:
     life, choice = settings.life, choose_mode(settings.mode)
     raw = settings.text.raw
     settings.cap()
+    settings.budget()
     if life.prompt_cache is None:
         raise InputError("no file: give --prompt-cache FILE to write to")
     path = Path(life.prompt_cache).expanduser()
@@ -34,6 +35,7 @@ def cache_prompt(prompt: str | None, settings: Settings) -> None:
         )
     note_cap(settings, choice.mode)
     cache = model.new_cache(capacity=len(ids), max_kv_size=life.max_kv_size, keep=life.keep)
+    cache.require(len(ids))
     with progress_bar("running the prompt") as progress:
         model.prefill(ids, cache, prefill_step=settings.text.prefill_step_size, progress=progress)
     size = model.save_cache(path, cache, ids)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from kvcore.attention import GRAPH_KERNELS
 from kvcore.backends import BACKENDS
 from kvcore.backends.cuda.capabilities import KERNELS as CUDA_KERNELS
+from kvcore.backends.metal.capabilities import KERNELS as METAL_KERNELS
 from kvcore.layout import CODECS
 from kvcore.modes import MODES, Mode
 from kvcore.registry import Constraint, Kernel
@@ -20,7 +21,7 @@ _TAKES_MODE = ("k_codec", "v_codec")  # constraints that say for which modes a k
 
 def capability_table(own: Mapping[str, Sequence[Kernel]] | None = None) -> str:
     """Markdown; ``own`` holds a backend's own kernels by its name, beside the graph kernels."""
-    kernels = {"cuda": CUDA_KERNELS} if own is None else own
+    kernels = {"cuda": CUDA_KERNELS, "metal": METAL_KERNELS} if own is None else own
     lines = ["| backend | mode | operation | kernels, best first |", "| --- | --- | --- | --- |"]
     for backend in BACKENDS:
         known = sorted((*kernels.get(backend, ()), *GRAPH_KERNELS), key=lambda kernel: kernel.kind != "fused")
@@ -45,6 +46,8 @@ def _cell(kernel: Kernel, mode: Mode) -> str:
     needs += [c.words if c.field == "arch" else f"{c.field} {c.words}" for c in _strictest(own)]
     if kernel.extra is not None:
         needs.append(kernel.extra_words)
+    if kernel.max_rows is not None:
+        needs.append(f"steps of up to {kernel.max_rows} query rows")
     needs += [f"package {package}" for package in kernel.requires]
     return f"`{kernel.name}` ({kernel.kind})" + (f": {'; '.join(needs)}" if needs else "")
 

@@ -15,6 +15,7 @@ from kvcore.cli import INTERRUPTED
 from kvcore.cli.conversation import Conversation
 from kvcore.cli.generate import explain, stream
 from kvcore.cli.prompt import decode_stdin, without_line_break
+from kvcore.cli.ranks import leads, note_ranks, work
 from kvcore.cli.result import Result, cache_line, kernel_line
 from kvcore.cli.session import Settings, choose_mode, load_model, note_cap, uses_template
 from kvcore.cli.terminal import note
@@ -27,6 +28,8 @@ COMMANDS = "/reset starts a new conversation, /stats shows the cache, /exit leav
 
 def chat(settings: Settings) -> None:
     """Read a line, answer it, until /exit or the end of input."""
+    if not leads(settings.parallel):
+        work(lambda: load_model(settings, choose_mode(settings.mode).mode))
     params = settings.sampling_params()
     choice, cap = choose_mode(settings.mode), settings.cap()
     settings.check_life()
@@ -37,6 +40,7 @@ def chat(settings: Settings) -> None:
         raise InputError("--system needs a chat template: leave out --raw, or give --chat-template FILE")
     step = settings.text.prefill_step_size
     note_cap(settings, choice.mode)
+    note_ranks(model)
     conversation = Conversation(
         model,
         params,
@@ -117,6 +121,8 @@ class Chat:
         if self._settings.common.json:
             print(json.dumps(result.to_dict(), ensure_ascii=False), flush=True)
         note(result.lines()[0])
+        if result.generation.notice is not None:
+            note(result.generation.notice)
         if self._conversation.full:
             name, limit = self._conversation.limit_name, self._conversation.limit
             note(f"{name} of {limit} tokens is full: /reset starts a new one")

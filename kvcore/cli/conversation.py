@@ -29,7 +29,7 @@ class Conversation:
         *,
         system: str | None,
         raw: bool,
-        prefill_step: int,
+        prefill_step: int | None,
         cap: Cap | None = None,
         shifts: bool = True,
         prompt_cache: str | None = None,
@@ -63,13 +63,21 @@ class Conversation:
     @property
     def limit(self) -> int:
         """Most tokens of the conversation."""
-        most = self._model.config.max_position
-        return most if self._cap is None or self._shifts else min(most, self._cap.tokens)
+        return min(self._limits().values())
 
     @property
     def limit_name(self) -> str:
-        own = self.limit == self._model.config.max_position
-        return "the model's context" if own else "--max-kv-size without a context shift"
+        limits = self._limits()
+        return min(limits, key=lambda name: limits[name])
+
+    def _limits(self) -> dict[str, int]:
+        """What ends a conversation, and after how many tokens."""
+        limits = {"the model's context": self._model.config.max_position}
+        if self._cap is not None and not self._shifts:
+            limits["--max-kv-size without a context shift"] = self._cap.tokens
+        if self._cache.limit is not None:
+            limits["--kv-cache-budget"] = self._cache.limit + 1  # an answer's last token takes no row
+        return limits
 
     @contextmanager
     def turn(self, text: str) -> Iterator[Generation]:

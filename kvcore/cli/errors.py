@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from kvcore.errors import KvcoreError
+from kvcore.errors import KvcoreError, is_out_of_memory
 
 # typer re-exports one of click's usage errors; its base class covers them all, also where typer brings its own
 # click.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
-_OUT_OF_MEMORY = ("out of memory", "unable to allocate", "can't allocate memory", "bad_alloc", "[malloc")
 
 
 def explain(error: Exception) -> tuple[str, int]:
@@ -30,14 +28,6 @@ def explain(error: Exception) -> tuple[str, int]:
 def one_line(text: str) -> str:
     """Line breaks and runs of spaces, as in the messages of other packages, become single spaces."""
     return " ".join(text.split())
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """MemoryError, and what torch and MLX raise instead: RuntimeErrors of which only the text tells."""
-    if isinstance(error, MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(mark in text for mark in _OUT_OF_MEMORY)
 
 
 def _cause(error: Exception) -> str:

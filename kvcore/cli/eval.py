@@ -10,16 +10,17 @@ from typing import Any
 from kvcore.bench import report
 from kvcore.bench.environment import describe
 from kvcore.cli.options import BackendOptions, CommonOptions, EvalOptions, ModelOption, WindowOptions
-from kvcore.cli.session import window_policy
+from kvcore.cli.session import budget_bytes, window_policy
 from kvcore.cli.terminal import note, progress_bar
 from kvcore.errors import InputError
 from kvcore.eval import plots, probes, table
 from kvcore.eval.metrics import Positions
 from kvcore.eval.rows import RawRows
-from kvcore.eval.score import PATHS
+from kvcore.eval.score import PATHS, RAW
 from kvcore.eval.state import State
 from kvcore.eval.text import Text, read_text, tokenize
 from kvcore.layout import WindowPolicy
+from kvcore.modes import MODES
 from kvcore.runtime import Model, load
 
 NAME = "fidelity"
@@ -32,11 +33,15 @@ def evaluate(
     policy = window_policy(window)
     starts, wanted = _starts(options.starts), _words(options.probes)
     _check(options, policy, wanted)
+    budget_bytes(options.kv_cache_budget)
     chosen = table.variants(options.modes, RawRows.of(policy), _words(options.keep_raw))
     read_text(options.text)
-    loaded = _load(model, backend, policy)
+    loaded = _load(model, backend, policy, budget_bytes(options.kv_cache_budget))
     if options.context > loaded.config.max_position:
         raise InputError(f"--context {options.context}: the model's context holds {loaded.config.max_position}")
+    if options.path != "one-pass" or RAW in chosen:  # then real caches are filled, a raw one first
+        for name in sorted({RAW.name, *(variant.name for variant in chosen)} & {*MODES}):
+            loaded.new_cache(name).require(options.context)
     text = tokenize(loaded.tokenizer, options.text, context=options.context, windows=options.windows, starts=starts)
     state_path, keep = _state_path(options)
     state = State(state_path, _about(loaded, text, options.path))
@@ -86,7 +91,7 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _load(model: ModelOption, backend: BackendOptions, policy: WindowPolicy) -> Model:
+def _load(model: ModelOption, backend: BackendOptions, policy: WindowPolicy, budget: int | None) -> Model:
     with progress_bar("loading") as progress:
         loaded = load(
             model.model,
@@ -95,6 +100,7 @@ def _load(model: ModelOption, backend: BackendOptions, policy: WindowPolicy) -> 
             dtype=backend.dtype,
             kernels=backend.kernels,
             window=policy,
+            kv_cache_budget=budget,
             progress=progress,
             notify=note,
         )

@@ -6,6 +6,7 @@ import json
 
 from kvcore.cache import Cache
 from kvcore.cli.prompt import read_prompt
+from kvcore.cli.ranks import leads, note_ranks, work
 from kvcore.cli.result import Result
 from kvcore.cli.session import Settings, choose_mode, load_model, note_cap, uses_template
 from kvcore.cli.terminal import note
@@ -16,6 +17,8 @@ from kvcore.runtime import Model, common_prefix
 
 def generate(prompt: str | None, settings: Settings) -> None:
     """Answer ``prompt``. Whatever can be checked before the model is loaded is checked before."""
+    if not leads(settings.parallel):
+        work(lambda: load_model(settings, choose_mode(settings.mode).mode))
     params = settings.sampling_params()
     choice, life = choose_mode(settings.mode), settings.life
     settings.check_life()
@@ -28,6 +31,7 @@ def generate(prompt: str | None, settings: Settings) -> None:
     model = load_model(settings, choice.mode)
     ids = prompt_ids(model, text, system, raw=not uses_template(model, raw))
     note_cap(settings, choice.mode)
+    note_ranks(model)
     generation = model.generate(
         ids,
         params,
@@ -41,6 +45,8 @@ def generate(prompt: str | None, settings: Settings) -> None:
         explain(settings, generation)
     stream(generation, quiet=settings.common.json)
     result = Result(model, generation, choice.requested)
+    if generation.notice is not None:
+        note(generation.notice)
     if settings.common.json:
         print(json.dumps(result.to_dict(), ensure_ascii=False), flush=True)
     for line in result.lines():

@@ -84,6 +84,10 @@ class LifeOptions:
     context_shift: Annotated[
         str, flag("--context-shift", "on: drop the oldest tokens after --keep; off: end there.", metavar="on|off")
     ] = "on"
+    kv_cache_budget: Annotated[
+        str | None,
+        flag("--kv-cache-budget", "Most bytes that the cache may take, such as 512MiB or 2G.", metavar="BYTES"),
+    ] = None
     prompt_cache: Annotated[
         str | None, flag("--prompt-cache", "File with the cache of a prompt (kvcore cache-prompt).", metavar="FILE")
     ] = None
@@ -102,6 +106,14 @@ class BackendOptions:
         str,
         flag("--dtype", "Compute dtype and raw cache rows: auto, float32, float16 or bfloat16.", metavar="DTYPE"),
     ] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelOptions:
+    tensor_parallel: Annotated[
+        int,
+        flag("--tensor-parallel", "Ranks that share weights and KV heads (see docs/scale.md).", min=1, metavar="N"),
+    ] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +142,13 @@ class TextOptions:
         flag("--chat-template", "Jinja file to use instead of the model's template.", metavar="FILE"),
     ] = None
     prefill_step_size: Annotated[
-        int, flag("--prefill-step-size", "Prompt tokens that run through the model at once.", min=1)
-    ] = 512
+        int | None,
+        flag(
+            "--prefill-step-size",
+            "Prompt tokens that run through the model at once: 512, on an NVIDIA GPU 2048.",
+            min=1,
+        ),
+    ] = None
     verbose: Annotated[bool, flag("--verbose", "Show prompt ids, kernel decisions and ignored settings.")] = False
 
 
@@ -170,7 +187,66 @@ class AdviseOptions:
         float | None, flag("--weight-bits", "Bits per weight; 8 or less counts scales too.", metavar="BITS")
     ] = None
     bandwidth: Annotated[float, flag("--bandwidth", "Memory bandwidth in GB/s.")] = 4400.0
+    max_kl: Annotated[
+        float, flag("--max-kl", "Mean KL in nats that a recommended mode may cost, as measured on SmolLM2.", min=0.0)
+    ] = 5e-4
     dtype: Annotated[str, flag("--dtype", "Dtype of raw cache rows.", metavar="DTYPE")] = "float16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """A fleet to simulate; ``rps`` asks for it."""
+
+    rps: Annotated[
+        float | None, flag("--rps", "Simulate a fleet that gets this many requests per second.", metavar="R")
+    ] = None
+    replicas: Annotated[int, flag("--replicas", "Copies of the model.", min=1)] = 1
+    prompt_lengths: Annotated[
+        str,
+        flag("--prompt-lengths", "512, or 256,1k,4k, or 128-2k, or normal:MEAN:DEVIATION.", metavar="TOKENS"),
+    ] = "128-2k"
+    output_lengths: Annotated[str, flag("--output-lengths", "The same for the answers.", metavar="TOKENS")] = "32-512"
+    rates: Annotated[
+        str | None, flag("--rates", "Measured rates by mode (docs/scale.md); without it, floors.", metavar="FILE")
+    ] = None
+    compute: Annotated[float, flag("--compute", "TFLOP/s of a device in prefill, for floors.")] = 400.0
+    link_latency: Annotated[
+        float, flag("--link-latency", "Microseconds of a sum over the ranks, for floors.", metavar="US")
+    ] = 15.0
+    max_batch: Annotated[int, flag("--max-batch", "Sequences that a replica decodes at a time.", min=1)] = 64
+    prefill_step_size: Annotated[
+        int, flag("--prefill-step-size", "Prompt tokens that run through the model at once.", min=1)
+    ] = 512
+    cost_per_hour: Annotated[
+        float | None, flag("--cost-per-hour", "Price of a device, for the cost of a million tokens.", metavar="PRICE")
+    ] = None
+    requests: Annotated[
+        int | None, flag("--requests", "Requests to simulate; without it, 2000 or 20 per replica.", min=1)
+    ] = None
+    seed: Annotated[int, flag("--seed", "Makes the arrivals repeatable.")] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    context: Annotated[
+        str | None, flag("--context", "Tokens, such as 32768 or 32k; without it, all that the model holds.")
+    ] = None
+    dtype: Annotated[
+        str, flag("--dtype", "Compute dtype and raw cache rows: auto, float32, float16 or bfloat16.", metavar="DTYPE")
+    ] = "auto"
+    max_batch: Annotated[int | None, flag("--max-batch", "Sequences at a time.", min=1, metavar="N")] = None
+    kv_cache_budget: Annotated[
+        str | None, flag("--kv-cache-budget", "Memory for the cache, such as 40GiB.", metavar="SIZE")
+    ] = None
+    served_model_name: Annotated[
+        str | None, flag("--served-model-name", "Name of the model in the API.", metavar="NAME")
+    ] = None
+    host: Annotated[str | None, flag("--host", "Address to listen on.")] = None
+    port: Annotated[int | None, flag("--port", "Port to listen on.", min=1, max=65535)] = None
+    chat_template: Annotated[
+        str | None,
+        flag("--chat-template", "Jinja file to use instead of the model's template.", metavar="FILE"),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,10 +293,49 @@ class GenerateBenchOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBenchOptions:
+    random_model: Annotated[
+        str | None,
+        flag(
+            "--random-model",
+            "Synthetic weights instead: llama-3.1-8b-4bit, llama-3.1-8b-bf16, llama-3.2-1b-4bit or smollm2-135m.",
+            metavar="NAME",
+        ),
+    ] = None
+    prompt_tokens: Annotated[
+        str, flag("--prompt-tokens", "Prompt lengths, comma-separated; the ids are random.", metavar="LIST")
+    ] = "2048,8192,32768"
+    batch: Annotated[int, flag("--batch", "Sequences that decode together.")] = 1
+    max_tokens: Annotated[int, flag("--max-tokens", "Tokens to time in each run.")] = 64
+    fill: Annotated[
+        str, flag("--fill", "real runs the prompt; random draws its rows of K and V instead.", metavar="HOW")
+    ] = "real"
+    prefill_step_size: Annotated[int, flag("--prefill-step-size", "Tokens of the prompt that run at once.")] = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatesBenchOptions:
+    prompt_tokens: Annotated[
+        str, flag("--prompt-tokens", "Prompt lengths, comma-separated; the ids are random.", metavar="LIST")
+    ] = "64,256,1024"
+    batches: Annotated[str, flag("--batches", "Sequences that decode together, comma-separated.", metavar="LIST")] = (
+        "1,2,4,8"
+    )
+    new_tokens: Annotated[int, flag("--new-tokens", "Decode steps of each batch.", min=1)] = 8
+    prefill_step_size: Annotated[
+        int, flag("--prefill-step-size", "Prompt tokens that run through the model at once.", min=1)
+    ] = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBenchOptions:
+    backend: Annotated[str, flag("--backend", "cuda (an NVIDIA GPU) or metal (an Apple GPU).", metavar="BACKEND")] = (
+        "cuda"
+    )
     shapes: Annotated[
-        str, flag("--shapes", "BATCHxTOKENS, comma-separated; heads 32/8, head size 128.", metavar="LIST")
-    ] = "1x2048,1x8192,1x32768,1x131072,4x32768,16x8192,16x32768,64x8192"
+        str | None,
+        flag("--shapes", "BATCHxTOKENS, comma-separated; without it, 1x2048 to what a GPU holds.", metavar="LIST"),
+    ] = None
     heads: Annotated[str, flag("--heads", "Query heads, KV heads and head size.", metavar="Q/KV/D")] = "32/8/128"
     bench_dtype: Annotated[str, flag("--bench-dtype", "float16 or bfloat16.", metavar="DTYPE")] = "float16"
 
@@ -229,6 +344,17 @@ class AttentionBenchOptions:
 class CacheBenchOptions:
     batches: Annotated[str, flag("--batches", "Sequences of an append, comma-separated.", metavar="LIST")] = "1,16"
     bench_dtype: Annotated[str, flag("--bench-dtype", "float16 or bfloat16.", metavar="DTYPE")] = "float16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersBenchOptions:
+    layers: Annotated[int, flag("--layers", "Layers of the random model.", min=1)] = 4
+    context: Annotated[int, flag("--context", "Tokens of the prompt.", min=1)] = 32768
+    batch: Annotated[int, flag("--batch", "Sequences at a time.", min=1)] = 1
+    heads: Annotated[str, flag("--heads", "Query heads, KV heads and head size.", metavar="Q/KV/D")] = "32/8/128"
+    vocab: Annotated[int, flag("--vocab", "Vocabulary of the random model.", min=16)] = 128256
+    bench_dtype: Annotated[str, flag("--bench-dtype", "float16, bfloat16 or float32.", metavar="DTYPE")] = "bfloat16"
+    device: Annotated[str, flag("--device", "cuda, cuda:N or cpu.", metavar="DEVICE")] = "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +391,10 @@ class EvalOptions:
             metavar="PATH",
         ),
     ] = "one-pass"
+    kv_cache_budget: Annotated[
+        str | None,
+        flag("--kv-cache-budget", "Most bytes that a cache may take, such as 512MiB or 2G.", metavar="BYTES"),
+    ] = None
     probes: Annotated[
         str,
         flag("--probes", "Also measure attention, greedy, retrieval; comma-separated.", metavar="LIST"),
@@ -276,3 +406,142 @@ class EvalOptions:
         str | None,
         flag("--state", "File of finished rows to go on from; with --out one is kept until the end.", metavar="FILE"),
     ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Where and for whom to serve, and how much at a time."""
+
+    host: Annotated[str, flag("--host", "Address to listen on; 0.0.0.0 is every one of this machine.")] = "127.0.0.1"
+    port: Annotated[int, flag("--port", "Port to listen on; 0 takes a free one.")] = 8080
+    api_key: Annotated[
+        str | None, flag("--api-key", "Key that requests must carry; better set as KVCORE_API_KEY.", metavar="KEY")
+    ] = None
+    allowed_origins: Annotated[
+        str,
+        flag(
+            "--allowed-origins",
+            "Sites whose pages may send requests, comma-separated; * is every one.",
+            metavar="LIST",
+        ),
+    ] = ""
+    served_model_name: Annotated[
+        str | None,
+        flag("--served-model-name", "Name in answers, and further names to accept, comma-separated.", metavar="LIST"),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        flag("--chat-template", "Jinja file to use instead of the model's template.", metavar="FILE"),
+    ] = None
+    kv_cache_budget: Annotated[
+        str | None,
+        flag(
+            "--kv-cache-budget",
+            "Memory for all caches: a size, such as 8GiB, or a share of the free memory, such as 80%.",
+            metavar="SIZE",
+        ),
+    ] = None
+    request_modes: Annotated[
+        str,
+        flag(
+            "--request-modes",
+            "Modes that single requests may ask for where caches are in pages, comma-separated; elsewhere any.",
+            metavar="LIST",
+        ),
+    ] = ""
+    max_batch: Annotated[int, flag("--max-batch", "Most requests that run at a time.")] = 64
+    max_queue: Annotated[int, flag("--max-queue", "Most requests that wait; more are refused with status 429.")] = 256
+    max_model_len: Annotated[
+        int | None,
+        flag("--max-model-len", "Most tokens of prompt and answer; without it, the model's context.", metavar="N"),
+    ] = None
+    max_kv_size: Annotated[
+        int | None, flag("--max-kv-size", "Most tokens that a request's cache holds.", metavar="N")
+    ] = None
+    keep: Annotated[int, flag("--keep", "First tokens that stay when others are dropped.", metavar="S")] = 4
+    context_shift: Annotated[
+        str, flag("--context-shift", "on: drop the oldest tokens after --keep; off: end there.", metavar="on|off")
+    ] = "on"
+    prefill_step_size: Annotated[
+        int, flag("--prefill-step-size", "Prompt tokens that run through the model at once.")
+    ] = 512
+    shutdown_timeout: Annotated[
+        float, flag("--shutdown-timeout", "Seconds that running answers get to finish after SIGTERM.")
+    ] = 30.0
+    log_format: Annotated[str, flag("--log-format", "json, text, or auto: text on a terminal.", metavar="FORMAT")] = (
+        "auto"
+    )
+    debug: Annotated[bool, flag("--debug", "Show a traceback with an error.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeDefaultOptions:
+    """What a request gets for what it leaves out."""
+
+    max_tokens: Annotated[
+        int | None,
+        flag("--max-tokens", "Most tokens of an answer; without it, as many as fit (16 at /v1/completions)."),
+    ] = None
+    temp: Annotated[float, flag("--temp", "Temperature; 0 takes the likeliest token.")] = 1.0
+    top_p: Annotated[float, flag("--top-p", "Keep the likeliest tokens up to this probability; 1 is off.")] = 1.0
+    top_k: Annotated[int, flag("--top-k", "Keep this many tokens; 0 is off.")] = 0
+    min_p: Annotated[float, flag("--min-p", "Drop tokens below this share of the best one; 0 is off.")] = 0.0
+    repetition_penalty: Annotated[
+        float, flag("--repetition-penalty", "Divide the scores of tokens seen before; 1 is off.")
+    ] = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    """Replicas on Ray Serve; ``ray`` asks for them."""
+
+    ray: Annotated[bool, flag("--ray", "Serve replicas on Ray Serve (see docs/scale.md).")] = False
+    replicas: Annotated[int, flag("--replicas", "Copies of the model.", min=1)] = 1
+    autoscale: Annotated[
+        str | None,
+        flag("--autoscale", "Ray's settings, such as min_replicas=1,max_replicas=4.", metavar="NAME=VALUE,..."),
+    ] = None
+    gpus_per_replica: Annotated[float, flag("--gpus-per-replica", "GPUs that Ray gives to each.", min=0)] = 0.0
+    routing: Annotated[
+        str, flag("--routing", "prefix: conversations return to their replica; balanced: by load alone.")
+    ] = "prefix"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeBenchOptions:
+    """A load on a server."""
+
+    url: Annotated[str, flag("--url", "The API's address, with /v1.")] = "http://127.0.0.1:8080/v1"
+    api_key: Annotated[
+        str | None, flag("--api-key", "Key of that server; better set as KVCORE_API_KEY.", metavar="KEY")
+    ] = None
+    model: Annotated[str | None, flag("--model", "Model to ask for; without it, the first that the server lists.")] = (
+        None
+    )
+    endpoint: Annotated[str, flag("--endpoint", "chat or completions.", metavar="NAME")] = "completions"
+    requests: Annotated[int, flag("--requests", "Requests to send.")] = 32
+    rate: Annotated[
+        str, flag("--rate", "Requests per second on average, with Poisson arrivals; inf sends all at once.")
+    ] = "1"
+    max_concurrency: Annotated[
+        int | None, flag("--max-concurrency", "Most requests at a time; others wait on this side.", metavar="N")
+    ] = None
+    prompt_tokens: Annotated[
+        str, flag("--prompt-tokens", "Tokens of a prompt: a number, or a range such as 256-1024.", metavar="N")
+    ] = "256"
+    new_tokens: Annotated[str, flag("--new-tokens", "Tokens of an answer: a number, or a range.", metavar="N")] = "64"
+    shared_prefix: Annotated[
+        float, flag("--shared-prefix", "Share of a prompt that all prompts have in common, 0 to 1.")
+    ] = 0.0
+    tokens_per_word: Annotated[
+        float | None,
+        flag("--tokens-per-word", "Of the words of prompts; without it, measured with one request.", metavar="X"),
+    ] = None
+    seed: Annotated[int, flag("--seed", "Makes lengths, words and arrivals repeatable.")] = 0
+    timeout: Annotated[float, flag("--timeout", "Seconds that a request may take.")] = 600.0
+    ignore_eos: Annotated[
+        bool, flag("--ignore-eos", "Ask for answers of full length (a field of kvcore, vLLM and llama-server).")
+    ] = False
+    out: Annotated[str | None, flag("--out", "Folder for the Markdown, JSON lines and CSV files.", metavar="DIR")] = (
+        None
+    )

@@ -23,6 +23,16 @@ class Result:
     def effective_mode(self) -> str:
         return effective_mode(self.generation.cache)
 
+    @property
+    def step(self) -> str | None:
+        """How a decode step ran where sampling was on the device; None where both were the host's."""
+        source = self.generation.source
+        if source is None:
+            return None
+        if source.no_graph is not None:
+            return f"sampling on the device, no CUDA graph: {source.no_graph}"
+        return f"one CUDA graph, sampling included, captured in {source.capture_seconds:.2f} s"
+
     def lines(self) -> list[str]:
         """Speed, cache, kernels: one line each."""
         stats = self.generation.stats
@@ -35,6 +45,7 @@ class Result:
             f"first token after {stats.time_to_first_token:.2f} s; finish: {stats.finish_reason}",
             cache_line(self.generation.cache, self.requested_mode),
             kernel_line(self.model, self.generation.cache),
+            *([f"decode: {step}"] if (step := self.step) else []),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,9 +70,10 @@ class Result:
                 "versions": dict(model.backend.versions),
             },
             "kernels": [decision.to_dict() for decision in cache.decisions],
+            "decode": self.step,
             "dtype": cache.spec.dtype,
             "model": model.name,
-            "notices": list(model.notices),
+            "notices": [*model.notices, *([] if generation.notice is None else [generation.notice])],
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from kvcore.cli.options import (
@@ -12,10 +12,12 @@ from kvcore.cli.options import (
     LifeOptions,
     ModelOption,
     ModeOptions,
+    ParallelOptions,
     SamplingOptions,
     TextOptions,
     WindowOptions,
 )
+from kvcore.cli.sizes import parse_size
 from kvcore.cli.terminal import note, progress_bar
 from kvcore.errors import InputError
 from kvcore.layout import Cap, WindowPolicy
@@ -44,6 +46,7 @@ class Settings:
     window: WindowOptions
     life: LifeOptions
     common: CommonOptions
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def cap(self) -> Cap | None:
         """The cap that the options mean. InputError where they contradict each other."""
@@ -52,10 +55,20 @@ class Settings:
             raise InputError(f"--context-shift {life.context_shift}: choose on or off")
         return None if life.max_kv_size is None else Cap(life.max_kv_size, life.keep)
 
+    def budget(self) -> int | None:
+        """Bytes of --kv-cache-budget. InputError where that is no size."""
+        return budget_bytes(self.life.kv_cache_budget)
+
     def check_life(self) -> None:
         """InputError where the options of a cache's life cannot be met: before a model is loaded."""
         self.cap()
-        path = self.life.prompt_cache
+        self.budget()
+        path, ranks = self.life.prompt_cache, self.parallel.tensor_parallel
+        if path is not None and ranks > 1:
+            raise InputError(
+                f"--prompt-cache with --tensor-parallel {ranks}: a file has the rows of all KV heads, a rank those of "
+                "its own; leave one of the two out"
+            )
         if path is not None and not Path(path).expanduser().is_file():
             raise InputError(f"--prompt-cache {path}: there is no such file; make one with kvcore cache-prompt")
 
@@ -94,6 +107,10 @@ class Settings:
         if drawn and self.sampling.temp == 0:
             said.append(f"{', '.join(drawn)}: no effect at temperature 0, which takes the likeliest token")
         return said
+
+
+def budget_bytes(given: str | None) -> int | None:
+    return None if given is None else parse_size("--kv-cache-budget", given, example="512MiB or 2G")
 
 
 def _differs(name: str, given: object, default: object) -> bool:
@@ -139,12 +156,14 @@ def load_model(settings: Settings, mode: Mode) -> Model:
             backend=settings.backend.backend,
             device=settings.backend.device,
             kv_cache_mode=mode,
+            kv_cache_budget=settings.budget(),
             dtype=settings.backend.dtype,
             kernels=settings.backend.kernels,
             window=window,
             chat_template=template,
             progress=progress,
             notify=note,
+            tensor_parallel=settings.parallel.tensor_parallel,
         )
     for notice in model.notices:
         note(notice)

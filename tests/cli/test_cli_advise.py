@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,9 @@ from kvcore.backends import Backend
 from kvcore.cache import CacheSpec
 from kvcore.layout import WindowPolicy
 from kvcore.modes import MODES
+from kvcore.recommend import FIDELITY
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TINY = ModelShape(3, 128, 256, 4, 2, 64, 256, False, 4096)
 LLAMA_8B = Plan(SHAPES["llama-3.1-8b"], 32768, 4.5, 4.4e12)
@@ -104,6 +108,41 @@ def test_the_table_states_that_the_floor_is_not_measured(cli: Cli) -> None:
     assert "`kvcore doctor`" in out
     assert "bandwidth 4400 GB/s (the default: one H200), memory 24.00 GiB" in out
     assert [line.split()[0] for line in out.splitlines() if line.startswith(tuple(MODES))] == list(MODES)
+
+
+# The recommendation
+
+
+def recommended(cli: Cli, *args: object) -> dict[str, object]:
+    found = cli("advise", "--model", "llama-3.1-8b", "--weight-bits", 4, "--context", "32k", "--json", *args).json
+    return dict(found["recommended"])
+
+
+def test_the_fastest_faithful_mode_that_fits_is_recommended(cli: Cli) -> None:
+    assert recommended(cli)["mode"] == "int8-turbo4"
+    assert recommended(cli, "--max-kl", 1e-4)["mode"] == "int8"
+    assert recommended(cli, "--max-kl", 0)["mode"] == "fp16"
+    assert recommended(cli, "--max-kl", 0.01)["mode"] == "turbo4"
+
+
+def test_memory_comes_before_fidelity(cli: Cli) -> None:
+    found = recommended(cli, "--memory", "6GB")
+    assert (found["mode"], found["faithful"]) == ("turbo4", False)
+    assert "no mode with a KL of at most 0.0005 does" in str(found["reason"])
+    none = recommended(cli, "--memory", "5GB")
+    assert none["mode"] is None
+    assert "no mode holds 32,768 tokens" in str(none["reason"])
+    assert "recommended: none" in cli("advise", "--model", "llama-3.1-70b", "--memory", "24GiB").out
+
+
+def test_its_figures_are_those_of_the_published_table() -> None:
+    with (ROOT / "docs/benchmark_results/2026-11-29-fidelity-modes.csv").open(encoding="utf-8") as file:
+        rows = {row["variant"]: row for row in csv.DictReader(file)}
+    for mode, figure in FIDELITY.items():
+        if mode != "fp16":
+            assert figure.kl == pytest.approx(float(rows[mode]["kl"]), rel=1e-3)
+            assert figure.top1 == pytest.approx(float(rows[mode]["top1"]), abs=1e-4)
+    assert set(FIDELITY) == set(MODES)
 
 
 # Sources

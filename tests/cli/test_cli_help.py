@@ -15,7 +15,7 @@ import kvcore
 from kvcore.cli import options
 from kvcore.modes import MODES
 
-COMMANDS = ("generate", "chat", "doctor", "advise", "convert", "eval")
+COMMANDS = ("generate", "chat", "serve", "doctor", "advise", "convert", "eval")
 
 
 def declared() -> Iterator[tuple[Field[Any], Any]]:
@@ -31,7 +31,9 @@ def test_help_imports_nothing_that_a_command_needs() -> None:
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     loaded = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
     assert "typer" in loaded
-    assert loaded.isdisjoint({"numpy", "tokenizers", "gguf", "torch", "mlx", "transformers"})
+    assert loaded.isdisjoint(
+        {"numpy", "tokenizers", "gguf", "torch", "mlx", "transformers", "fastapi", "uvicorn", "httpx"}
+    )
 
 
 @pytest.mark.parametrize("args", [(), ("--help",)], ids=["no arguments", "help"])

@@ -36,6 +36,13 @@ def test_json_has_rows_and_environment(folder: Path, capsys: pytest.CaptureFixtu
     assert {"commit", "backend", "model", "text", "window_starts", "dtype"} <= set(found["environment"])
 
 
+def test_a_budget_that_is_too_small_is_said_before_anything_is_scored(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(folder, "--modes", "int8", "--path", "pages", "--kv-cache-budget", "100K") == 1
+    assert "64 tokens take 131072 bytes of cache in mode fp16, the budget is 102400" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", ["pages", "decode"])
 def test_the_real_cache_says_what_one_pass_says(folder: Path, capsys: pytest.CaptureFixture[str], path: str) -> None:
     found = {}

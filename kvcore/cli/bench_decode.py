@@ -1,0 +1,97 @@
+"""`kvcore bench decode`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcore.bench.environment import describe
+from kvcore.cli.bench import check_positive, modes_of, numbers, publish
+from kvcore.cli.options import BackendOptions, BenchOptions, CommonOptions, DecodeBenchOptions, ModelOption
+from kvcore.cli.terminal import note
+from kvcore.errors import InputError
+from kvcore.runtime import load, resolve_dtype
+
+if TYPE_CHECKING:
+    from kvcore.backends import Backend
+    from kvcore.bench.decode import Subject
+    from kvcore.models.config import LlamaConfig
+
+
+def bench_decode(
+    model: ModelOption,
+    bench: BenchOptions,
+    options: DecodeBenchOptions,
+    backend: BackendOptions,
+    common: CommonOptions,
+) -> None:
+    """Decode of a whole model at long contexts, mode by mode."""
+    from kvcore.bench.decode import COLUMNS, Settings, plot, run
+
+    modes = modes_of(bench.modes)
+    lengths = numbers("--prompt-tokens", options.prompt_tokens)
+    for name, number in (
+        ("--repeats", bench.repeats),
+        ("--batch", options.batch),
+        ("--max-tokens", options.max_tokens),
+        ("--prefill-step-size", options.prefill_step_size),
+    ):
+        check_positive(name, number)
+    if options.fill not in ("real", "random"):
+        raise InputError(f"--fill {options.fill}: choose real or random")
+    subject = _subject(model, options.random_model, backend, max(lengths), options.max_tokens)
+    settings = Settings(
+        modes,
+        lengths,
+        batch=options.batch,
+        max_tokens=options.max_tokens,
+        repeats=bench.repeats,
+        fill=options.fill,
+        prefill_step=options.prefill_step_size,
+        bandwidth=_bandwidth(subject.backend),
+    )
+    rows = run(subject, settings, note)
+    measured = "none" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.2f} TB/s"
+    environment = {**describe(subject.backend), "model": subject.name, "seed": "0", "read ceiling": measured}
+    publish("decode", environment, rows, COLUMNS, bench, common, plot)
+
+
+def _subject(model: ModelOption, random_model: str | None, options: BackendOptions, tokens: int, more: int) -> Subject:
+    from kvcore.backends import load_backend
+    from kvcore.bench.decode import Subject
+    from kvcore.bench.random_model import random_checkpoint
+
+    def check(config: LlamaConfig) -> None:
+        if tokens + more > config.max_position:
+            raise InputError(
+                f"--prompt-tokens {tokens} with --max-tokens {more}: the model's context holds {config.max_position} "
+                "tokens"
+            )
+
+    if random_model is None:
+        loaded = load(
+            model.model,
+            backend=options.backend,
+            device=options.device,
+            dtype=options.dtype,
+            kernels=options.kernels,
+            notify=note,
+        )
+        check(loaded.config)
+        return Subject.of(loaded)
+    if model.model is not None:
+        raise InputError(f"--model {model.model} and --random-model {random_model}: choose one")
+    checkpoint, backend = random_checkpoint(random_model), load_backend(options.backend, options.device)
+    check(checkpoint.config)
+    note(f"making {random_model} with synthetic weights")
+    return Subject.random(
+        backend, checkpoint, random_model, dtype=resolve_dtype(options.dtype), kernels=options.kernels
+    )
+
+
+def _bandwidth(backend: Backend) -> float | None:
+    """Bytes per second that a GPU's memory is read at best, measured."""
+    if not backend.device.startswith("cuda"):
+        return None
+    from kvcore.bench.attention import read_ceiling
+
+    return 1e12 * read_ceiling()

@@ -41,7 +41,9 @@ class Step:
     def turned(self, x: np.ndarray, sequence: int) -> np.ndarray:
         """x [B, n, H, D] of a sequence after RoPE as the model computes it in float32: [H, n, D]."""
         n = x.shape[1]
-        angles = llama._angles(NumpyOps(), inv_freq(x.shape[-1]), self.positions[sequence] - n, n)
+        positions = np.arange(self.positions[sequence] - n, self.positions[sequence])
+        angle = positions[:, None] * inv_freq(x.shape[-1])
+        angles = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
         wide = x[sequence].astype(np.float32).transpose(1, 0, 2)
         return llama._rotate(NumpyOps(), wide[None], angles)[0]
 

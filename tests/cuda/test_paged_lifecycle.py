@@ -106,7 +106,7 @@ class PagedLifecycle(Lifecycle):
         return self._seen(made)
 
     def caches(self) -> list[Cache]:
-        donated = [cache for prefixes in self.donors for cache in prefixes._donors.values()]
+        donated = [cache for prefixes in self.donors for cache in prefixes]
         return [self.cache, *(cache for cache, _ in self.idle), *donated]
 
     @invariant()

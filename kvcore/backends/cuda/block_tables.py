@@ -75,7 +75,8 @@ class BlockTables:
         device = torch.from_numpy(host).to(self._device, copy=True)
         self.width, self._host_tables, self._tables = width, host, device
         self.table, self.ranges, self.raw_table, self.raw_ranges = device.unbind()
-        self._changed = set(range(len(self._rows)))  # rows of the tables that the device does not have yet
+        self._unwritten = set(range(len(self._rows)))  # rows of the tables that the host's arrays do not have yet
+        self._changed = set(self._unwritten)  # nor the device's
 
     def length(self, row: int) -> int:
         """Live rows of the sequence."""
@@ -139,7 +140,7 @@ class BlockTables:
             if self._native is not None:
                 sequence.coming += self._native.alloc(native)
             if raw or copies or native:
-                self._changed.add(row)
+                self._mark(row)
 
     def _needs(self, sequence: PagedRows, count: int) -> tuple[int, int, int]:
         """Raw pages, copies of a shared raw page, and native pages that ``count`` more rows take."""
@@ -163,8 +164,7 @@ class BlockTables:
     def host_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """The tables [4, entries] and the state [6] of the only sequence, int32, as `upload` would write them. The
         device's own copy stays as old as it is."""
-        for row in self._changed:
-            self._write_tables(row)
+        self._write_tables()
         self._write_state()
         return self._host_tables[:, 0], self._host_state[:, 0]
 
@@ -178,23 +178,29 @@ class BlockTables:
 
         The host's side is pageable memory, which the driver stages before it returns: it may change at once.
         """
+        self._write_tables()
         for row in self._changed:
-            self._write_tables(row)
             for host, device in zip(self._host_tables, self._tables, strict=True):
                 device[row].copy_(torch.from_numpy(host[row]), non_blocking=True)
         self._changed.clear()
         self._write_state()
         self._state.copy_(torch.from_numpy(self._host_state), non_blocking=True)
 
-    def _write_tables(self, row: int) -> None:
-        sequence = self._rows[row]
-        table, ranges, raw_table, raw_ranges = self._host_tables[:, row]
-        native, raw = self.live(row)
-        pages = [*(entry.page for entry in sequence.native), *sequence.coming]
-        table[: len(pages)] = pages
-        ranges[: len(native)] = [first | end << 16 for first, end in native]
-        raw_table[: len(raw)] = [entry.page for entry in sequence.raw]
-        raw_ranges[: len(raw)] = [first | end << 16 for first, end in raw]
+    def _mark(self, row: int) -> None:
+        self._unwritten.add(row)
+        self._changed.add(row)
+
+    def _write_tables(self) -> None:
+        for row in self._unwritten:
+            sequence = self._rows[row]
+            table, ranges, raw_table, raw_ranges = self._host_tables[:, row]
+            native, raw = self.live(row)
+            pages = [*(entry.page for entry in sequence.native), *sequence.coming]
+            table[: len(pages)] = pages
+            ranges[: len(native)] = [first | end << 16 for first, end in native]
+            raw_table[: len(raw)] = [entry.page for entry in sequence.raw]
+            raw_ranges[: len(raw)] = [first | end << 16 for first, end in raw]
+        self._unwritten.clear()
 
     def live(self, row: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """The live rows (first, end) of each native and each raw entry, as the device has them in ``ranges``."""
@@ -218,7 +224,7 @@ class BlockTables:
             if first and most > 0 and sequence.native[0].first == 0:
                 sequence.sink_page = done.pop(0)
             self._raw.free(done)
-            self._changed.add(row)
+            self._mark(row)
 
     def hand_over(self, row: int, *, undo: bool = False) -> None:
         """Let the sequence fold from the next `extend` on, which may add no rows. ``undo``: that found no room."""
@@ -243,7 +249,7 @@ class BlockTables:
         sequence.recount()
         sequence.position = sequence.rows
         self._rows[row] = sequence
-        self._changed.add(row)
+        self._mark(row)
 
     def fork(self, source: int, target: int) -> None:
         """Let the empty ``target`` hold what ``source`` holds; pages are shared until one of them writes."""
@@ -252,7 +258,7 @@ class BlockTables:
             raise ValueError("fork needs an empty target, and no step under way")
         self._share(origin)
         self._rows[target] = origin.copy()
-        self._changed.add(target)
+        self._mark(target)
 
     def copy(self) -> BlockTables:
         """Other tables, over the same pools, that share every page: whoever writes first copies. ValueError within a
@@ -355,7 +361,7 @@ class BlockTables:
         if not sequence.native or sequence.native[0].first > 0 or sequence.first_rows == 0:
             self._raw.free(_sink_pages(sequence))
             sequence.sink_page = None
-        self._changed.add(row)
+        self._mark(row)
 
     def close(self) -> None:
         """Give back every page."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray")
+pytest.importorskip("ray.serve")
 pytest.importorskip("fastapi")
 
 HERE = Path(__file__).resolve().parent

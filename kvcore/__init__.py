@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from kvcore.errors import BackendError, CapacityError, InputError, KvcoreError, ModelError, UnsupportedError
     from kvcore.generate import Generation, GenerationStats
     from kvcore.layout import WindowPolicy
+    from kvcore.loading import load
     from kvcore.modes import MODES, Mode
     from kvcore.registry import Decision, KernelQuery, Registry
-    from kvcore.runtime import Model, load
+    from kvcore.runtime import Model
     from kvcore.sampling import SamplingParams
 
 _HOME = {
@@ -44,7 +45,7 @@ _HOME = {
     "SamplingParams": "sampling",
     "UnsupportedError": "errors",
     "WindowPolicy": "layout",
-    "load": "runtime",
+    "load": "loading",
 }
 
 __all__ = [

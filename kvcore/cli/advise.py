@@ -15,12 +15,12 @@ from kvcore.cli.session import window_policy
 from kvcore.cli.sizes import parse_size
 from kvcore.cli.terminal import note
 from kvcore.errors import InputError, ModelError
+from kvcore.loading import resolve_dtype
 from kvcore.models.config import LlamaConfig
 from kvcore.models.fields import Fields
 from kvcore.modes import MODES
 from kvcore.ops import ITEMSIZE
 from kvcore.recommend import BASIS, FIDELITY, Recommendation, recommend
-from kvcore.runtime import resolve_dtype
 from kvcore.weights.gguf_header import read_gguf_header
 from kvcore.weights.json_file import read_json
 from kvcore.weights.source import HUB_ID

@@ -29,8 +29,9 @@ from kvcore.cli.options import (
 from kvcore.cli.ranks import leads, work
 from kvcore.cli.terminal import note
 from kvcore.errors import BackendError, InputError
+from kvcore.loading import load
 from kvcore.modes import resolve_mode
-from kvcore.runtime import Model, load
+from kvcore.runtime import Model
 
 
 def bench_generate(

@@ -9,7 +9,7 @@ from kvcore.cli.bench import check_positive, modes_of, numbers, publish
 from kvcore.cli.options import BackendOptions, BenchOptions, CommonOptions, DecodeBenchOptions, ModelOption
 from kvcore.cli.terminal import note
 from kvcore.errors import InputError
-from kvcore.runtime import load, resolve_dtype
+from kvcore.loading import load, resolve_dtype
 
 if TYPE_CHECKING:
     from kvcore.backends import Backend

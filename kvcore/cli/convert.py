@@ -10,7 +10,7 @@ from typing import Any
 from kvcore.cli.options import CommonOptions, ConvertOptions, ModelOption
 from kvcore.cli.terminal import note, progress_bar
 from kvcore.errors import InputError
-from kvcore.runtime import resolve_dtype
+from kvcore.loading import resolve_dtype
 from kvcore.text import load_tokenizer
 from kvcore.weights import AffineWeight, Checkpoint, open_checkpoint
 from kvcore.weights.save import SaveReport, write_hf, write_mlx

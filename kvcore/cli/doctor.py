@@ -18,8 +18,8 @@ from kvcore.cli.options import BackendOptions, CommonOptions, DoctorOptions, Mod
 from kvcore.cli.session import choose_mode
 from kvcore.cli.terminal import note
 from kvcore.errors import UnsupportedError
+from kvcore.loading import resolve_dtype
 from kvcore.modes import MODES, Mode
-from kvcore.runtime import resolve_dtype
 from kvcore.version import __version__
 from kvcore.weights import open_checkpoint
 

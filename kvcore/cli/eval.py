@@ -20,8 +20,9 @@ from kvcore.eval.score import PATHS, RAW
 from kvcore.eval.state import State
 from kvcore.eval.text import Text, read_text, tokenize
 from kvcore.layout import WindowPolicy
+from kvcore.loading import load
 from kvcore.modes import MODES
-from kvcore.runtime import Model, load
+from kvcore.runtime import Model
 
 NAME = "fidelity"
 

@@ -19,8 +19,8 @@ from kvcore.cli.sizes import parse_size
 from kvcore.cli.terminal import note
 from kvcore.errors import InputError
 from kvcore.export import VllmSettings, vllm_command
+from kvcore.loading import resolve_dtype
 from kvcore.models.config import LlamaConfig
-from kvcore.runtime import resolve_dtype
 from kvcore.weights import open_checkpoint
 from kvcore.weights.json_file import read_json
 from kvcore.weights.source import HUB_ID

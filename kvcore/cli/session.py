@@ -21,8 +21,9 @@ from kvcore.cli.sizes import parse_size
 from kvcore.cli.terminal import note, progress_bar
 from kvcore.errors import InputError
 from kvcore.layout import Cap, WindowPolicy
+from kvcore.loading import load
 from kvcore.modes import MODES, Mode, mode_from_bits, mode_from_codecs, resolve_mode
-from kvcore.runtime import Model, load
+from kvcore.runtime import Model
 from kvcore.sampling import SamplingParams
 
 

@@ -36,7 +36,7 @@ def load(folder: Any, monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> kvcore
     """On the CPU too, where the backend itself would not choose the kernels."""
     backend = load_backend("cuda", TORCH_DEVICE)
     backend = replace(backend, fused_ops=lambda: FusedOps(backend.ops.device), make_decoder=make_decoder)
-    monkeypatch.setattr("kvcore.runtime.load_backend", lambda *_: backend)
+    monkeypatch.setattr("kvcore.loading.load_backend", lambda *_: backend)
     return kvcore.load(folder, backend="cuda", dtype="float16", kernels="auto" if fused else "graph")
 
 

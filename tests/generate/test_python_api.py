@@ -42,7 +42,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_a_public_name_is_the_object_of_its_home() -> None:
     from kvcore.cache import Cache
-    from kvcore.runtime import load
+    from kvcore.loading import load
 
     assert kvcore.load is load
     assert kvcore.Cache is Cache
@@ -125,7 +125,7 @@ def test_settings_that_cannot_be_met_are_refused_before_weights_are_read(
     def read(*args: object, **kwargs: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("kvcore.runtime.load_params", read)
+    monkeypatch.setattr("kvcore.loading.load_params", read)
     with pytest.raises(InputError) as refused:
         kvcore.load(tiny_folder, **{"backend": "reference", **settings})
     assert message in str(refused.value)

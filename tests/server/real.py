@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from live import Live, running
 
 import kvcore
@@ -36,6 +38,17 @@ def serving(model: kvcore.Model, **config: Any) -> Iterator[Live]:
     finally:
         served.engine.stop(timeout=5)
         assert not any(thread.name == "kvcore-engine" and thread.is_alive() for thread in _own(served.engine))
+
+
+def slow(live: Live, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.003) -> None:
+    """A pause in each step, as a larger model would make: an answer is under way while somebody looks."""
+    step = live.engine.step
+
+    def paused() -> bool:
+        time.sleep(seconds)
+        return bool(step())
+
+    monkeypatch.setattr(live.engine, "step", paused)
 
 
 def _own(engine: Any) -> list[threading.Thread]:

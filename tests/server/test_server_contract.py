@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from live import Live, wait_until
-from real import serving
+from real import serving, slow
 from tiny import write_tiny_llama
 from tiny_tokenizer import CHAT_TEMPLATE, write_tiny_tokenizer
 
@@ -130,7 +130,9 @@ def test_errors(contract: Contract, client: Any) -> None:
     assert contract.ask(client).choices[0].message.content == contract.text
 
 
-def test_cancellation(contract: Contract, client: Any) -> None:
+def test_cancellation(contract: Contract, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(contract.live, monkeypatch)
+
     def cancelled() -> int:
         return contract.live.engine.stats().finished.get("cancelled", 0)
 

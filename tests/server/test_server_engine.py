@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 from live import CHAT, MESSAGES, TEXTS, Live, error_of, wait_until
-from real import serving
+from real import serving, slow
 from sse import stream
 from tiny import write_tiny_llama
 from tiny_tokenizer import CHAT_TEMPLATE, write_tiny_tokenizer
@@ -177,7 +177,8 @@ def test_B123_options_stay_with_their_request(live: Live, model: kvcore.Model, o
     assert model.tokenizer.pieces[banned].decode("utf-8", "replace") not in single[1]["logprobs"]["tokens"]
 
 
-def test_S1_pages_are_free_after_a_client_left(live: Live) -> None:
+def test_S1_pages_are_free_after_a_client_left(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(live, monkeypatch)
     before = live.engine.stats().finished.get("cancelled", 0)
     body = {"prompt": ids(40, seed=11), "max_tokens": 4000, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", live.url + TEXTS, json=body, timeout=60) as response:
@@ -284,6 +285,7 @@ def test_B127_an_engine_that_dies_ends_every_request_at_once(
     model: kvcore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(model) as live:
+        slow(live, monkeypatch)
         with ThreadPoolExecutor(2) as pool:
             opened = pool.submit(_stream, live.url, {"prompt": ids(20), "max_tokens": 3000})
             assert wait_until(lambda: live.engine.stats().generated_tokens > 3)
@@ -303,9 +305,12 @@ def _stream(url: str, body: dict[str, Any]) -> Any:
         return stream(http, TEXTS, **body)
 
 
-def test_a_long_prefill_shows_progress_and_lets_running_streams_go_on(model: kvcore.Model) -> None:
+def test_a_long_prefill_shows_progress_and_lets_running_streams_go_on(
+    model: kvcore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step takes one chunk of the prompt and one token of the stream."""
     with serving(model, prefill_step=16) as live:
+        slow(live, monkeypatch)
         body = {"prompt": ids(10), "max_tokens": 3000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", live.url + TEXTS, json=body, timeout=120) as response:
             lines = response.iter_lines()

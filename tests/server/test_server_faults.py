@@ -65,9 +65,16 @@ def test_S2_aborts_leave_nothing_behind(serve_fake: Callable[..., Live]) -> None
     assert live.idle()
 
 
-def test_a_client_that_stops_reading_loses_its_request_and_nobody_else(serve_fake: Callable[..., Live]) -> None:
-    live = serve_fake(script=lambda r: endless(r) if r.params.seed == 1 else [77, 78, 79])
-    connection = raw_request(live, {"messages": MESSAGES, "stream": True, "seed": 1}, small_buffer=True)
+def test_a_client_that_stops_reading_loses_its_request_and_nobody_else(
+    serve_fake: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities make pieces large, so that the buffers of the connection are full before the context is."""
+    monkeypatch.setattr("kvcore.server.app.STREAM_BUFFER", 64)
+    live = serve_fake(
+        script=lambda r: endless(r) if r.params.seed == 1 else [77, 78, 79], engine={"step_seconds": 0.001}
+    )
+    body = {"messages": MESSAGES, "stream": True, "seed": 1, "logprobs": True, "top_logprobs": 20}
+    connection = raw_request(live, body, small_buffer=True)
     connection.recv(100)
     assert works(live)
     assert wait_until(lambda: len(live.engine.cancelled) == 1)

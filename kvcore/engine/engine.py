@@ -19,9 +19,9 @@ from kvcore.engine.limits import Limits, make_memory
 from kvcore.engine.memory import Amount, beyond, covers
 from kvcore.engine.prefixes import PrefixStore
 from kvcore.engine.running import Running, pieces
-from kvcore.engine.steps import Stepper, is_memory_error, reason_of
+from kvcore.engine.steps import Stepper, reason_of
 from kvcore.engine.types import FinishReason, Listener, NotReadyError, QueueFullError, Request
-from kvcore.errors import InputError
+from kvcore.errors import InputError, is_out_of_memory
 from kvcore.runtime import Model
 from kvcore.sampling import Sampler
 from kvcore.text import Answer
@@ -371,7 +371,7 @@ class Engine:
     def _failed(self, running: Running, error: Exception) -> None:
         """Something went wrong for one request: run it again where memory ran out, else end it."""
         error.__traceback__ = None  # its frames hold rows
-        if is_memory_error(error):
+        if is_out_of_memory(error):
             running.failures += 1
             while self._prefixes.evict(running.mode):
                 pass

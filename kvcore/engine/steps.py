@@ -8,10 +8,9 @@ import numpy as np
 
 from kvcore.cache import Cache, CacheGroup, StepCache, group_key
 from kvcore.engine.running import Running
-from kvcore.errors import CapacityError, KvcoreError
+from kvcore.errors import CapacityError, KvcoreError, is_out_of_memory
 from kvcore.runtime import Model
 
-_MEMORY_ERRORS = ("OutOfMemoryError",)  # torch's, which must not be imported here
 Result = np.ndarray | Exception  # float32 [n, vocab]
 
 
@@ -73,16 +72,11 @@ def _groups(caches: Sequence[Cache]) -> list[list[int]]:
     return list(groups.values())
 
 
-def is_memory_error(error: Exception) -> bool:
-    """Whether running again may help: memory of the host, of a device, or of a pool of pages."""
-    return isinstance(error, MemoryError | CapacityError) or type(error).__name__ in _MEMORY_ERRORS
-
-
 def reason_of(error: Exception) -> str:
     """One line for a user."""
     if isinstance(error, KvcoreError):
         return str(error)
     text = " ".join(str(error).split())
-    if is_memory_error(error):
+    if is_out_of_memory(error):
         return f"out of memory for now ({text or type(error).__name__}): try again later, or with a shorter prompt"
     return f"the step failed ({type(error).__name__}: {text})"

@@ -100,6 +100,7 @@ class Cache:
         """``limit``: the most tokens for which the budget is enough; None where it always is."""
         self.spec, self.storage, self.decisions, self.limit = spec, storage, decisions, limit
         self._ops = ops
+        self._turning = storage if isinstance(storage, TurningStorage) else None  # asked once, not in every step
         self._handed_over = not spec.mode.delegated
         self._positions = Positions()
 
@@ -168,7 +169,7 @@ class Cache:
     def angles(self, inv_freq: np.ndarray, count: int) -> tuple[Array, Array] | None:
         """Begin a step of ``count`` tokens: cos and sin of their positions where the layers apply the rotary embedding
         themselves (`TurningStorage`), else None."""
-        return self.storage.angles(inv_freq, count) if isinstance(self.storage, TurningStorage) else None
+        return None if self._turning is None else self._turning.angles(inv_freq, count)
 
     def begin_decode(self) -> None:
         """The hand-over of a delegated mode: all but the window is folded now, later rows page by page. One-way; a

@@ -72,6 +72,6 @@ class CacheGroup:
 
 def group_key(cache: Cache) -> object:
     """What caches that may step together have in common; None where a cache may not."""
-    if cache.spec.sliding or not isinstance(cache.storage, GroupedStorage):
+    if cache.spec.sliding:
         return None
-    return cache.storage.group_key
+    return getattr(cache.storage, "group_key", None)  # of a `GroupedStorage`; asking for the protocol takes long

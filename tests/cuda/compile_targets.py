@@ -1,12 +1,14 @@
 """Compile kernels for a GPU that need not be there: `python compile_targets.py ARCH`, without TRITON_INTERPRET.
 
 The launchers run as they are, on CPU tensors; a driver that knows only its target takes the place of Triton's, and
-kernels are compiled instead of launched. Prints one JSON object per kernel: name, case, bytes of shared memory.
+kernels are compiled instead of launched. Prints one JSON object per kernel: name, case, bytes of shared memory, and how
+many of its sums Triton 3.6 would get wrong.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -33,6 +35,7 @@ FOLDS = [
     *((mode, 128, "float16") for mode in ("int8", "int8-turbo4", "turbo4", "turbo4-asym", "turbo3-asym", "fp16")),
     *(("turbo4", dim, "bfloat16") for dim in (64, 80, 96, 128, 256)),
     *(("int8", dim, "bfloat16") for dim in (80, 256)),
+    *((mode, dim, "float16") for mode in ("int8", "turbo4") for dim in (16, 64)),
     ("turbo4", 80, "float16"),
     ("turbo4", 96, "float32"),
     ("turbo4", 256, "float32"),
@@ -48,11 +51,12 @@ APPENDS = [
     (80, "bfloat16", 1, 1, True, True),
     (96, "float16", 5, 7, True, True),
     (256, "float32", 512, 2, True, True),
+    (16, "float16", 1, 2, True, True),
 ]
 # mode, head_dim, dtype of raw rows, whether the pages are folded (else: raw ones of that mode)
 GATHERS = [
     *((mode, 128, "float16", True) for mode in ("int8", "int8-turbo4", "turbo4", "turbo4-asym", "turbo3-asym")),
-    *(("turbo4", dim, "bfloat16", True) for dim in (64, 80, 96, 256)),
+    *(("turbo4", dim, "bfloat16", True) for dim in (16, 64, 80, 96, 256)),
     *(("int8", dim, "bfloat16", True) for dim in (80, 256)),
     ("turbo3-asym", 192, "bfloat16", True),
     *(("fp16", dim, dtype, False) for dim in (80, 128, 256) for dtype in ("bfloat16", "float32")),
@@ -66,7 +70,9 @@ ATTENDS = [
         for rows in (8, 128)
     ),
     *((mode, 128, "bfloat16", 4, 1, 8) for mode in ("fp16", "int8", "turbo4", "turbo3-asym")),
-    *(("turbo4", dim, "float16", 3, 1, 8) for dim in (64, 80, 96, 256)),
+    *(("turbo4", dim, "float16", 3, 1, 8) for dim in (16, 32, 64, 80, 96, 256)),
+    ("int8", 16, "bfloat16", 3, 1, 8),
+    ("fp16", 16, "float16", 3, 1, 8),
     *(("int8-turbo4", dim, "bfloat16", 3, 1, 8) for dim in (64, 80, 96, 256)),
     *(("turbo4-asym", dim, "bfloat16", 1, 1, 8) for dim in (80, 256)),
     ("turbo3-asym", 256, "float16", 1, 1, 8),
@@ -90,6 +96,30 @@ LINEARS = [
         for gated in (False, True)
     ),
 ]
+
+
+REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d).*?\}\) : \(tensor<[^,]+, (#[^()]*)>\) ->', re.DOTALL)
+
+
+def split_sums(ttgir: str) -> int:
+    """Reductions along an axis that a linear layout has in both lanes and warps, or in lanes that are no neighbours."""
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.linear<(.*)>", ttgir, re.MULTILINE))
+    found = REDUCTION.findall(ttgir)
+    assert len(found) == ttgir.count('"tt.reduce"(')
+    return sum(
+        _is_split(layouts[name], int(axis), [int(dim) for dim in re.findall(r"dim = (\d)", layout)])
+        for axis, layout in found
+        for name in re.findall(r"#\w+\b(?!\.)", layout)
+        if name in layouts
+    )
+
+
+def _is_split(linear: str, axis: int, sliced: list[int]) -> bool:
+    for dim in sliced:
+        axis += axis >= dim
+    lane, warp = (json.loads(re.search(rf"{part} = (\[.*?\])(?:, \w+ =|\}})", linear)[1]) for part in ("lane", "warp"))
+    lanes = [i for i, basis in enumerate(lane) if basis[axis]]
+    return bool(lanes) and (any(basis[axis] for basis in warp) or lanes[-1] - lanes[0] >= len(lanes))
 
 
 class TargetOnly:
@@ -202,7 +232,8 @@ def main(arch: int) -> None:
             launch(*case)
             for name, kernel in seen:
                 assert "cubin" in kernel.asm
-                print(json.dumps({"kernel": name, "case": str(case), "shared": kernel.metadata.shared}), flush=True)
+                facts = {"shared": kernel.metadata.shared, "split_sums": split_sums(kernel.asm["ttgir"])}
+                print(json.dumps({"kernel": name, "case": str(case), **facts}), flush=True)
             seen.clear()
 
 

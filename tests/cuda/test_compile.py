@@ -1,4 +1,4 @@
-"""Every kernel compiles for each architecture, and fits its shared memory; no GPU is needed."""
+"""Every kernel compiles for each architecture, fits its shared memory and adds up right; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ KERNELS = {
     "gather_kernel",
     "linear_rows",
     "peak_kernel",
+    "weight_rows_kernel",
 }
 
 
@@ -40,3 +41,4 @@ def test_kernels_compile_and_fit(arch: int) -> None:
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert {x["kernel"] for x in kernels} == KERNELS
     assert [x for x in kernels if x["shared"] > SHARED_MEMORY[arch]] == []
+    assert [x for x in kernels if x["split_sums"]] == []

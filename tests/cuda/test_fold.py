@@ -25,7 +25,7 @@ DUE = RECENT + PAGE  # raw rows at which the first page folds
 MODE_DIMS = [
     (mode, dim)
     for mode in ("int8-turbo4", "turbo4", "int8", "turbo3-asym", "turbo4-asym", "fp16")
-    for dim in (64, 80, 96, 128, 256)
+    for dim in (16, 64, 80, 96, 128, 256)
     if mode != "turbo3-asym" or dim % 64 == 0
 ]
 each_codec = pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_folded_page_is_that_of_the_specification(device: str, mode: str, dim:
     assert_page(pages, 0, 0, rows)
 
 
-@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("dim", [16, 64, 80])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", ["turbo4", "int8"])
 def test_16_bit_rows_are_quantized_in_float32(device: str, mode: str, dtype: str, dim: int) -> None:

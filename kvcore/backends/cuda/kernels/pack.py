@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcore.backends.cuda.kernels.gl import constexpr_function
 from kvcore.backends.cuda.native import PAGE
 
 PAGE_TOKENS = tl.constexpr(PAGE)
@@ -59,12 +60,26 @@ def _token_code(t):
     return t // 8 % 2 * 2 + t % 2
 
 
+@constexpr_function
+def halvings(n):
+    return n.bit_length() - 1
+
+
+@triton.jit
+def _sum_last(x):
+    """The sum of each row of x [n, a power of two], two numbers at a time."""
+    # Triton 3.6 adds up wrongly along an axis in both lanes and warps, or in lanes that are no neighbours.
+    for _ in tl.static_range(halvings(x.shape[1])):
+        x = tl.sum(tl.reshape(x, [x.numel // 2, 2]), 1)
+    return x
+
+
 @triton.jit
 def _store_rows(WORDS, fields, token, column, PER_WORD: tl.constexpr, D: tl.constexpr):
     """Token by token, PER_WORD neighbours along d to a word."""
     rows: tl.constexpr = fields.shape[0]
     words: tl.constexpr = fields.shape[1] // PER_WORD
-    word = tl.sum(tl.reshape(fields, [rows, words, PER_WORD]), 2)
+    word = tl.reshape(_sum_last(tl.reshape(fields, [rows * words, PER_WORD])), [rows, words])
     t = token + tl.arange(0, rows)
     w = column // PER_WORD + tl.arange(0, words)
     at = t[:, None] * (D // PER_WORD) + w[None, :]
@@ -78,7 +93,7 @@ def _fragments(fields, GROUP: tl.constexpr, PER_WORD: tl.constexpr):
     groups: tl.constexpr = fields.shape[1] // (16 * GROUP)
     split = tl.reshape(fields, [tiles, 2, 4, 2, groups, GROUP, 2, 8])
     ordered = tl.permute(split, [0, 4, 7, 2, 5, 6, 1, 3])
-    return tl.sum(tl.reshape(ordered, [fields.shape[0] * fields.shape[1] // PER_WORD, PER_WORD]), 1)
+    return _sum_last(tl.reshape(ordered, [fields.shape[0] * fields.shape[1] // PER_WORD, PER_WORD]))
 
 
 @triton.jit

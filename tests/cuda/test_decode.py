@@ -217,7 +217,7 @@ def test_ragged_batch_with_an_empty_sequence(k: str, v: str, device: str) -> Non
     check(Case(k, v, lengths=(0, 1, 300), folded=(0, 0, 128), kv_heads=2, group=3), device)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [16, 32, 64, 80, 96, 128, 256])
 @each_pair
 def test_head_sizes(k: str, v: str, dim: int, device: str) -> None:
     if v == "turbo3" and dim % 64:

@@ -175,7 +175,7 @@ def attend_pages(
     )  # fmt: skip
     padded = triton.next_power_of_2(dim)
     together = _columns_together(rows, columns, splits)
-    combine_splits[(rows * columns // together, padded // MERGE_SLICE)](
+    combine_splits[(rows * columns // together, triton.cdiv(padded, MERGE_SLICE))](
         partial, peak, total, peak if terms is None else terms, out, splits,
         COLUMNS=columns, NP=config.columns, D=dim, DP=padded, RAW_SPLITS=config.raw_splits,
         SPLITS=triton.next_power_of_2(splits), RAW=triton.next_power_of_2(config.raw_splits), TOGETHER=together,

@@ -298,7 +298,7 @@ def _stream(
     total = gl.sum(gl.sum(l, 1) * weight, 0)
     if UNDO:
         out = gl.sum(acc * (weight * D**-0.5)[:, None, :], 0)
-        out = undo_rotation(out, words, d, out_layout)
+        out = undo_rotation(out, words, d, D, out_layout)
     else:
         out = gl.sum(acc * weight[:, None, :], 0)
     d = v_dimension(d, VC)

@@ -56,9 +56,9 @@ def _butterfly(x, d, h: tl.constexpr, LAYOUT: tl.constexpr):
 
 
 @jit
-def undo_rotation(x, words, d, LAYOUT: tl.constexpr):
-    """√D·Rᵀ x for the columns of x [D, N] float32; ``words`` are `packed_signs` of each d."""
-    for i in tl.static_range(butterflies(x.shape[0])):
+def undo_rotation(x, words, d, D: tl.constexpr, LAYOUT: tl.constexpr):
+    """√D·Rᵀ x for the first D dimensions of x [D or more, N] float32; ``words`` are `packed_signs` of each d."""
+    for i in tl.static_range(butterflies(D)):
         x = _butterfly(x, d, 1 << i, LAYOUT)
     flip = (words << (31 - d // 8)) & -0x80000000
     return (x.to(gl.int32, bitcast=True) ^ flip[:, None]).to(gl.float32, bitcast=True)

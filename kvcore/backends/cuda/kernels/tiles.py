@@ -28,8 +28,8 @@ def log2(n):
 
 @constexpr_function
 def padded(head_dim):
-    """The power of two that register tiles round the head dimension up to."""
-    return 1 << (head_dim - 1).bit_length()
+    """The power of two that register tiles round the head dimension up to: 64 at least, or lanes would stay idle."""
+    return max(64, 1 << (head_dim - 1).bit_length())
 
 
 @jit

@@ -121,11 +121,13 @@ def assert_rotated(done: Step, dtype: str) -> None:
     """q_pages is R_K q of the rounded q, which leaves float32 accuracy and one rounding to fp16."""
     q = to_numpy(done.q_out).astype(np.float64)
     want = q @ spec.rotation_matrix(LAYER, "k", q.shape[-1]).T
-    limit = 3e-6 if dtype == "float32" else 2.0**-9
-    assert np.abs(to_numpy(done.q_pages).astype(np.float64) - want).max() <= limit
+    error = np.abs(to_numpy(done.q_pages).astype(np.float64) - want)
+    # A float32 sum of D terms, no partial sum larger than ‖q‖: its roundings add up like √D of them.
+    sums = 2.0**-24 * q.shape[-1] ** 0.5 * np.linalg.norm(q, axis=-1, keepdims=True)
+    assert (error <= (sums if dtype == "float32" else 2.0**-9)).all()
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [16, 32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_step_writes_rows_and_both_queries(device: str, dtype: str, dim: int) -> None:
     """Ragged lengths, two tokens, the second sequence's across a page boundary, with folded rows before its tail."""

@@ -120,7 +120,7 @@ def _rows(
     tl.store(RAW_V + slot[:, None] * VD + d[None, :], v, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["raw_stride"])  # tables grow, which must not compile it anew
 def append_kernel(
     Q, K, V, COS, SIN, MATRIX, RAW_K, RAW_V, Q_OUT, Q_PAGES, K_OUT, RAW_TABLE, LENGTHS, FOLDED,
     n, q_seq, q_token, q_head, k_seq, k_token, k_head, v_seq, v_token, v_head, raw_stride,
@@ -202,7 +202,7 @@ def append(
     limit = max(16, 4096 // padded)
     shape = AppendShape(
         head_dim=dim,
-        half=padded // 2,
+        half=max(16, padded // 2),  # tensor cores take 16 coordinates or more
         v_dim=v_dim,
         v_padded=triton.next_power_of_2(v_dim),
         q_rows=min(limit, max(16, triton.next_power_of_2(n * group))),

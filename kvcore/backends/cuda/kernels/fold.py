@@ -116,7 +116,7 @@ def _fold_part(RAW, OUT, SCALE, MATRIX, layer, source, target, raw_layer, out_la
                 _fold_turbo(words, SCALE, MATRIX, rows, token, PART)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["raw_stride", "stride"])  # tables grow, which must not compile it anew
 def fold_kernel(
     RAW_K, RAW_V, K, V, K_SCALE, V_SCALE, K_MATRIX, V_MATRIX, RAW_TABLE, TABLE, LENGTHS, FOLDED, FOLD_AT,
     raw_k_layer, raw_v_layer, k_layer, v_layer, k_scale_layer, v_scale_layer, raw_stride, stride,

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from caches import SPEC, TORCH_DEVICE, no_attention, storage_of
 from oracle import gaussian, relative_error
+from paging import to_numpy
 
 from kvcore.backends import Backend, load_backend
 from kvcore.backends.cuda.group import PagedGroup
@@ -99,7 +100,7 @@ def test_a_group_computes_what_its_members_compute_alone(backend: Backend, mode:
     for a, b in zip(together, alone, strict=True):
         assert (a.offset, a.rows_folded, a.stats()) == (b.offset, b.rows_folded, b.stats())
         for x, y in zip(a.dense(0), b.dense(0), strict=True):
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+            np.testing.assert_array_equal(to_numpy(x), to_numpy(y))
     assert in_use(shared) == in_use(apart)
 
 

@@ -131,10 +131,12 @@ class PagedLifecycle(Lifecycle):
         assert all(pool.free_pages == pool.pages for pool in self.pools), "a page leaks"
 
 
+@pytest.mark.timeout(600)  # a GPU compiles a kernel for each kind of row count and mode
 def test_any_history_on_pages_leaves_the_rows_that_a_list_would_hold() -> None:
     run(PagedLifecycle, load_backend("cuda", TORCH_DEVICE), 6, steps=12)
 
 
+@pytest.mark.timeout(600)  # a GPU compiles a kernel for each kind of row count and mode
 @pytest.mark.full
 def test_many_histories_on_pages_leave_the_rows_that_a_list_would_hold() -> None:
     run(PagedLifecycle, load_backend("cuda", TORCH_DEVICE), 60)

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="the package torch is not installed"
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from caches import SPEC, TORCH_DEVICE, feed, live, no_attention, paged, storage_of
+from paging import to_numpy
 
 from kvcore.attention import make_cache
 from kvcore.backends import Backend, load_backend
@@ -36,7 +37,7 @@ def contiguous(backend: Backend, mode: str) -> Cache:
 
 
 def rows(cache: Cache) -> list[np.ndarray]:
-    return [np.asarray(x) for layer in range(2) for x in cache.dense(layer)]
+    return [to_numpy(x) for layer in range(2) for x in cache.dense(layer)]
 
 
 def same(a: Cache, b: Cache) -> None:

@@ -321,6 +321,7 @@ def test_any_history_leaves_the_rows_that_contiguous_storage_holds(backend: Back
     run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=12, deadline=None))
 
 
+@pytest.mark.timeout(600)  # a GPU compiles a kernel for each kind of row count and mode
 @pytest.mark.full
 def test_many_histories_leave_the_rows_that_contiguous_storage_holds(backend: Backend) -> None:
     machine = type("Machine", (Histories,), {"backend": backend})

@@ -3,6 +3,7 @@
 A kernel is run on each question of a grid that its own constraints accept. A new operation needs a check here, one for
 each kind of storage. Without a GPU the CUDA kernels run in Triton's interpreter: as on an sm_80, but float16 only, and
 on every fifth question, for it is slow. Without Metal its kernels run as C++, on every 17th (tests/metal has more).
+With a GPU, kernels are compiled for each question: a test for each mode and head size shares that among workers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from oracle import (
     relative_error,
     to_numpy,
 )
+from triton_device import DEVICE
 
 from kvcore.attention import GRAPH_KERNELS, default_registry
 from kvcore.backends import Backend, load_backend
@@ -49,6 +51,7 @@ GRID = [
     for mode, dtype, dim, ratio in product(GRID_MODES, DTYPES, HEAD_DIMS, RATIOS)
     if (GRID_MODES.index(mode) + DTYPES.index(dtype) + RATIOS.index(ratio)) % 3 == 0
 ]
+Part = tuple[()] | tuple[str, int]  # a mode and a head size, or all of them
 LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 4e-3}
 
 
@@ -76,11 +79,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per backend that is installed here and kernel of its registry."""
     if metafunc.function is test_a_registered_kernel_agrees_with_the_specification:
         cases = [
-            pytest.param(backend, kernel, id=f"{test_id}-{kernel.name}", marks=marks_of(backend, kernel))
+            pytest.param(backend, kernel, part, id="-".join(map(str, (test_id, kernel.name, *part))), marks=marks)
             for test_id, backend in ((test_id, load_backend(*where)) for test_id, *where in installed())
             for kernel in default_registry(backend).kernels
+            for marks in [marks_of(backend, kernel)]
+            for part in parts(backend, kernel)
         ]
-        metafunc.parametrize(("on", "kernel"), cases)
+        metafunc.parametrize(("on", "kernel", "part"), cases)
+
+
+def parts(backend: Backend, kernel: Kernel) -> list[Part]:
+    """What has a test each."""
+    if kernel.storage != "paged" or DEVICE == "cpu":
+        return [()]
+    accepted = (q for q in questions(placed(backend, kernel), kernel) if not kernel.reasons_against(q))
+    return list(dict.fromkeys((mode_of(query), query.head_dim) for query in accepted))
+
+
+def placed(backend: Backend, kernel: Kernel) -> Backend:
+    """Kernels for pages run where Triton does: compiled ones take no CPU tensors."""
+    if kernel.storage == "paged" and backend.device == "cpu" and DEVICE != "cpu":
+        return load_backend(backend.name, DEVICE)
+    return backend
 
 
 def questions(backend: Backend, kernel: Kernel) -> Iterator[KernelQuery]:
@@ -112,14 +132,17 @@ def on_shim(backend: Backend, kernel: Kernel) -> bool:
     return kernel.name in SHIMMED and backend.device != "metal"
 
 
-def verify(backend: Backend, kernel: Kernel) -> int:
-    """Run ``kernel`` on every question that it accepts; how many those were."""
+def verify(backend: Backend, kernel: Kernel, part: Part = ()) -> int:
+    """Run ``kernel`` on every question of the part that it accepts; how many those were."""
+    backend = placed(backend, kernel)
     check = CHECKS.get((kernel.op, kernel.storage))
     if check is None:
         pytest.fail(f"{kernel.name}: operation {kernel.op} has no parity check")
     accepted = [query for query in questions(backend, kernel) if not kernel.reasons_against(query)]
     if not accepted:
         pytest.fail(f"{kernel.name}: accepts none of the {len(GRID)} questions, so nothing of it is tested")
+    if part:
+        accepted = [query for query in accepted if (mode_of(query), query.head_dim) == part]
     if interpreted(backend, kernel):
         accepted = [query for query in accepted if query.dtype == "float16"][::5]
     run = kernel.load()
@@ -213,8 +236,8 @@ CHECKS: dict[tuple[str, str], Callable[[Backend, Callable[..., Any], KernelQuery
 }
 
 
-def test_a_registered_kernel_agrees_with_the_specification(on: Backend, kernel: Kernel) -> None:
-    assert verify(on, kernel) > 0
+def test_a_registered_kernel_agrees_with_the_specification(on: Backend, kernel: Kernel, part: Part) -> None:
+    assert verify(on, kernel, part) > 0
 
 
 def test_the_grid_holds_every_pair_of_values() -> None:
@@ -266,7 +289,7 @@ def test_a_kernel_for_pages_that_is_wrong_fails(name: str) -> None:
         return replace(result, k=replace(result.k, spread=1.0), v=replace(result.v, spread=1.0))
 
     with pytest.raises(AssertionError):
-        verify(load_backend(backend_name, device), replace(kernel, load=lambda: wrong))
+        verify(load_backend(backend_name, device), replace(kernel, load=lambda: wrong), ("turbo4", 64))
 
 
 @pytest.mark.xdist_group("metal")

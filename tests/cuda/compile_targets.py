@@ -18,8 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-import kvcore.backends.cuda.attend
-import kvcore.backends.cuda.linear
+import kvcore.backends.cuda.gpu
 from kvcore.backends.cuda.attend import Pages, VRotation, attend_pages, choose_config
 from kvcore.backends.cuda.kernels.append import append, rope_angles
 from kvcore.backends.cuda.kernels.fold import Fold
@@ -216,8 +215,7 @@ def linear(rows: int, bits: int, group: int, dtype: str, normed: bool, gated: bo
 
 
 def main(arch: int) -> None:
-    for module in (kvcore.backends.cuda.attend, kvcore.backends.cuda.linear):
-        module.device_capability = lambda device: divmod(arch, 10)  # type: ignore[attr-defined]
+    kvcore.backends.cuda.gpu.capability = lambda device: divmod(arch, 10)
     driver.set_active(TargetOnly(arch))
     seen: list[tuple[str, Any]] = []
     compile_instead_of_launch(seen)

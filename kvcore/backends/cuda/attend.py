@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import e, log2, sqrt
 
 import torch
 import triton
 
+from kvcore.backends.cuda import gpu
 from kvcore.backends.cuda.kernels.decode import attend_splits, combine_splits
 from kvcore.backends.cuda.kernels.fragments import TURBO3_MAGNITUDES, TURBO4_LOW
 from kvcore.backends.cuda.kernels.hadamard import packed_signs
@@ -113,7 +113,7 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     width = 8 if columns <= 8 else 16
     if raw_parts == 2:
         return LaunchConfig(warps, 1, 1, 0, total, width)
-    raw_splits = min(4, max(1, total // 4))
+    raw_splits = min(16, max(1, total // 8))  # the newest row is theirs: they start last
     splits = max(1, min(total, MAX_SPLITS - raw_splits))
     return LaunchConfig(warps, tiles, 1, splits, raw_splits, width, stages, stages)
 
@@ -149,7 +149,7 @@ def attend_pages(
     sequences, kv_heads, columns, dim = q.shape
     rows = sequences * kv_heads
     group = columns // query_rows
-    config = config or choose_config(layout, rows, columns, _processors(q.device))
+    config = config or choose_config(layout, rows, columns, gpu.processors(q.device))
     splits = config.raw_splits + config.splits
     blocks = -(-columns // config.columns)
     partial = torch.empty(rows * blocks * splits, config.columns, dim, device=q.device, dtype=torch.float32)
@@ -158,8 +158,7 @@ def attend_pages(
     out = torch.empty_like(q, dtype=out_dtype)
     signs = None if v_rotation is None else v_rotation.signs
     terms = v_rotation.terms if v_rotation is not None and signs is None else None
-    capability = device_capability(q.device)
-    overlap = {"launch_pdl": True} if capability >= (9, 0) else {}
+    overlap = gpu.overlap_options(q.device)
     registers = {} if config.stages else {"maxnreg": REGISTERS}
     attend_splits[(rows * blocks, splits)](
         q_rotated, q, pages.k, pages.v, pages.k_scale, pages.v_scale, pages.raw_k, pages.raw_v,
@@ -169,8 +168,8 @@ def attend_pages(
         window or NO_WINDOW, _TABLES[layout.k.name], _TABLES[layout.v.name],
         KC=layout.k.name, VC=layout.v.name, D=dim, HKV=kv_heads, GROUP=group, COLUMNS=columns, NP=config.columns,
         W=config.warps, MT=config.tiles, RAW_MT=config.raw_tiles, RAW_SPLITS=config.raw_splits,
-        CAUSAL=query_rows > 1 or window is not None, HARDWARE=capability >= (8, 9), UNDO=signs is not None,
-        STAGES=config.stages, RAW_STAGES=config.raw_stages, OVERLAP=bool(overlap), num_warps=config.warps, **registers,
+        CAUSAL=query_rows > 1 or window is not None, HARDWARE=gpu.capability(q.device) >= (8, 9),
+        UNDO=signs is not None, STAGES=config.stages, RAW_STAGES=config.raw_stages, num_warps=config.warps, **registers,
         **overlap,
     )  # fmt: skip
     padded = triton.next_power_of_2(dim)
@@ -179,7 +178,7 @@ def attend_pages(
         partial, peak, total, peak if terms is None else terms, out, splits,
         COLUMNS=columns, NP=config.columns, D=dim, DP=padded, RAW_SPLITS=config.raw_splits,
         SPLITS=triton.next_power_of_2(splits), RAW=triton.next_power_of_2(config.raw_splits), TOGETHER=together,
-        SLICE=MERGE_SLICE, TERMS=0 if terms is None else len(terms), NORM=dim**-0.5, OVERLAP=bool(overlap),
+        SLICE=MERGE_SLICE, TERMS=0 if terms is None else len(terms), NORM=dim**-0.5,
         num_warps=MERGE_WARPS, **overlap,
     )  # fmt: skip
     return out
@@ -191,13 +190,3 @@ def _columns_together(rows: int, columns: int, splits: int) -> int:
     while columns % (2 * together) == 0 and rows * columns // together > 256 and splits * together < 32:
         together *= 2
     return min(together, 16)
-
-
-@lru_cache(maxsize=8)
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@lru_cache(maxsize=8)
-def device_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

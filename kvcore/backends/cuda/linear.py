@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcore.backends.cuda.attend import device_capability
+from kvcore.backends.cuda.gpu import overlap_options, processors
 from kvcore.backends.cuda.kernels.linear import linear_rows
 from kvcore.backends.cuda.kernels.weight_rows import weight_rows
 from kvcore.errors import UnsupportedError
@@ -19,15 +19,18 @@ from kvcore.weights.types import AffineWeight, DenseWeight, Weight
 
 MAX_ROWS = 16  # of one launch
 FEW_ROWS = 128  # that are taken MAX_ROWS at a time; more are multiplied by dense weights
-STEP = 64  # inputs that a warp takes at a time
+CHUNK = 64  # inputs that stand together in a tile
 
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """Warps of a program, which share the inputs of 16 outputs; steps in flight or in use."""
+    """Warps of a program, which share the inputs of its ``tiles``; chunks of 64 inputs that a warp loads at a time;
+    turns of the warps for which weights are asked for beforehand."""
 
-    warps: int = 8
-    stages: int = 4
+    warps: int
+    tiles: int
+    chunks: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +114,14 @@ def _tiles(parts: Sequence[_Parts], like: Weight, dtype: torch.dtype) -> WeightT
     tiles = -(-out // 16)
     values, *sides = (torch.nn.functional.pad(x, (0, 0, 0, tiles * 16 - out)) for x in (values, *sides))
     # tile, r, g, step, h, t, j, b, e
-    split = values.reshape(tiles, 2, 8, inputs // STEP, 2, 4, 2, 2, 2)
+    split = values.reshape(tiles, 2, 8, inputs // CHUNK, 2, 4, 2, 2, 2)
     if isinstance(like, DenseWeight):
         numbers = split.permute(0, 3, 4, 6, 2, 5, 7, 1, 8)
-        numbers = numbers.reshape(tiles, inputs // STEP, -1).contiguous()
+        numbers = numbers.reshape(tiles, inputs // CHUNK, -1).contiguous()
         return WeightTiles(numbers, None, dtype, out, inputs, 16, inputs)
     bits = 4 if like.bits <= 4 else 8
     fields = split.permute(0, 3, 2, 5, 4, 6, 8, 7, 1) if bits == 4 else split.permute(0, 3, 4, 2, 5, 6, 7, 1, 8)
-    fields = fields.reshape(tiles, inputs // STEP, -1, 32 // bits)
+    fields = fields.reshape(tiles, inputs // CHUNK, -1, 32 // bits)
     words = torch.zeros(fields.shape[:-1], dtype=torch.int32, device=values.device)
     for i in range(32 // bits):
         words |= fields[..., i].to(torch.int32) << bits * i
@@ -132,11 +135,11 @@ def reasons_against(weight: Weight, dtype: torch.dtype) -> list[str]:
     reasons = []
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {str(dtype).removeprefix('torch.')}: needs float16 or bfloat16")
-    group = weight.group_size if isinstance(weight, AffineWeight) else STEP
+    group = weight.group_size if isinstance(weight, AffineWeight) else CHUNK
     if group not in (32, 64, 128):
         reasons.append(f"group_size {group}: needs 32, 64 or 128")
-    if weight.shape[1] % max(STEP, group):
-        reasons.append(f"{weight.shape[1]} inputs: need a multiple of {max(STEP, group)}")
+    if weight.shape[1] % max(CHUNK, group):
+        reasons.append(f"{weight.shape[1]} inputs: need a multiple of {max(CHUNK, group)}")
     return reasons
 
 
@@ -168,11 +171,32 @@ def linear_tiles(
     [2 · out]) and ``added`` [..., out] (a residual, not with a gated weight) come after.
     """
     rows = x.reshape(-1, weight.inputs)
+    config = config or choose_config(weight, min(len(rows), MAX_ROWS), processors(x.device))
     y = torch.empty(len(rows), weight.out, dtype=out_dtype or x.dtype, device=x.device)
     rest = [None] * len(rows) if added is None else added.reshape(-1, weight.out).split(MAX_ROWS)
     for part, out, more in zip(rows.split(MAX_ROWS), y.split(MAX_ROWS), rest, strict=False):
-        _launch(part, weight, out, norm, bias, more, config or LinearConfig())
+        _launch(part, weight, out, norm, bias, more, config)
     return y.reshape(*x.shape[:-1], weight.out)
+
+
+def choose_config(weight: WeightTiles, rows: int, processors: int) -> LinearConfig:
+    """Measured on an H200, see docs/performance.md. Many outputs: some tiles share what is done to x; few: many warps
+    share the inputs of one, and weights are asked for early."""
+    tiles, chunks = weight.codes.shape[:2]
+    many, most = tiles >= 8 * processors, tiles >= 32 * processors
+    if rows > 8:
+        if many:
+            return LinearConfig(4, 2, 2 if most else 1, 2)
+        return LinearConfig(8, 1, 2, 2) if chunks >= 128 else LinearConfig(4, 2 if tiles > 2 * processors else 1, 2, 2)
+    if weight.bits == 16:
+        if many:
+            return LinearConfig(4, 1, 2)
+        return LinearConfig(16, 2, 1) if chunks >= 128 else LinearConfig(4 if tiles > 2 * processors else 8, 1, 4)
+    if many:
+        return LinearConfig(4, 4, 2) if most else LinearConfig(4, 2, 1)
+    if chunks >= 128:
+        return LinearConfig(8, 1, 4, 2)
+    return LinearConfig(4, 1, 4, 4) if tiles > 2 * processors else LinearConfig(8, 1, 2, 2)
 
 
 def _launch(
@@ -184,14 +208,13 @@ def _launch(
     added: Tensor | None,
     config: LinearConfig,
 ) -> None:
-    n, overlap = len(x), device_capability(x.device) >= (9, 0)
-    options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-    linear_rows[(weight.codes.shape[0],)](
+    n = len(x)
+    linear_rows[(-(-weight.codes.shape[0] // config.tiles),)](
         x, x if norm is None else norm[0], weight.codes, weight.codes if weight.sides is None else weight.sides,
         x if bias is None else bias, x if added is None else added, y, n, 0.0 if norm is None else norm[1],
         M=weight.out, K=weight.inputs, GROUP=weight.group, BITS=weight.bits, NP=8 if n <= 8 else 16,
-        W=config.warps, STAGES=config.stages, NORMED=norm is not None, BIASED=bias is not None, ADD=added is not None,
-        GATED=weight.gated, OVERLAP=overlap, num_warps=config.warps, **options,
+        W=config.warps, TILES=config.tiles, COUNT=config.chunks, AHEAD=config.ahead,
+        NORMED=norm is not None, BIASED=bias is not None, ADD=added is not None, GATED=weight.gated, num_warps=config.warps, **overlap_options(x.device),
     )  # fmt: skip
 
 

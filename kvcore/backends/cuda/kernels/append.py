@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcore.backends.cuda.kernels.rotate import rotate
+from kvcore.backends.cuda.gpu import overlap_options
+from kvcore.backends.cuda.kernels.rotate import exact_product, rotate, rotation_part
 from kvcore.backends.cuda.native import PAGE
 
 PAGE_TOKENS = tl.constexpr(PAGE)
@@ -35,16 +36,28 @@ def angles_kernel(INV_FREQ, POSITIONS, COS, SIN, n, HALF: tl.constexpr, PADDED: 
 
 
 @triton.jit
-def _load_turned(X, at, COS, SIN, angle, valid, D: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr):
+def _load_angles(COS, SIN, angle, valid, D: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr):
+    """cos and sin [rows, D/2] of some rows."""
+    d = tl.arange(0, PADDED)
+    at = angle[:, None] * (D // 2) + d[None, :]
+    inside = valid[:, None] & (d < D // 2)[None, :]
+    if ROPE:
+        cos = tl.load(COS + at, mask=inside, other=0.0)
+        sin = tl.load(SIN + at, mask=inside, other=0.0)
+    else:
+        cos, sin = at, at
+    return cos, sin
+
+
+@triton.jit
+def _load_turned(X, at, cos, sin, valid, D: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr):
     """Both halves of the rows at ``at`` after RoPE (halves paired as Hugging Face does), in their own dtype."""
     half: tl.constexpr = D // 2
-    d = tl.arange(0, PADDED)
-    inside = valid[:, None] & (d < half)[None, :]
-    first = tl.load(X + at[:, None] + d[None, :], mask=inside, other=0.0)
-    second = tl.load(X + at[:, None] + half + d[None, :], mask=inside, other=0.0)
+    d, side = tl.arange(0, PADDED), tl.arange(0, 2)
+    inside = valid[:, None, None] & (d < half)[None, None, :] & (side >= 0)[None, :, None]
+    both = tl.load(X + at[:, None, None] + side[None, :, None] * half + d[None, None, :], mask=inside, other=0.0)
+    first, second = tl.split(tl.permute(both, [0, 2, 1]))
     if ROPE:
-        cos = tl.load(COS + angle[:, None] * half + d[None, :], mask=inside, other=0.0)
-        sin = tl.load(SIN + angle[:, None] * half + d[None, :], mask=inside, other=0.0)
         x, y = first.to(tl.float32), second.to(tl.float32)
         first = (x * cos - y * sin).to(first.dtype)
         second = (y * cos + x * sin).to(second.dtype)
@@ -61,11 +74,14 @@ def _store_halves(OUT, at, first, second, valid, D: tl.constexpr):
 
 @triton.jit
 def _queries(
-    Q, COS, SIN, MATRIX, Q_OUT, Q_PAGES, seq, h, block, n, q_seq, q_token, q_head,
-    GROUP: tl.constexpr, SHAPE: tl.constexpr,
+    Q, COS, SIN, MATRIX, Q_OUT, Q_PAGES, seq, h, block, column, n, q_seq, q_token, q_head,
+    GROUP: tl.constexpr, SHAPE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Some rows (token, head of the group) of one KV head's queries."""
+    """Some rows (token, head of the group) of one KV head's queries; of their rotation the columns from ``column`` on."""
     D: tl.constexpr = SHAPE.head_dim
+    if SHAPE.terms == 1:  # constants: they are loaded while the kernel before still runs
+        low = rotation_part(MATRIX, column, 0, SHAPE.half, D // 2, D, 0, COLUMNS=SHAPE.columns)
+        high = rotation_part(MATRIX, column, D // 2, SHAPE.half, D, D, 0, COLUMNS=SHAPE.columns)
     HALF: tl.constexpr = SHAPE.half
     COLUMNS: tl.constexpr = SHAPE.columns
     ROWS: tl.constexpr = SHAPE.q_rows
@@ -73,17 +89,23 @@ def _queries(
     valid = r < n * GROUP
     token = (r // GROUP).to(tl.int64)
     at = seq * q_seq + token * q_token + (h * GROUP + r % GROUP) * q_head
-    first, second = _load_turned(Q, at, COS, SIN, seq * n + token, valid, D, HALF, SHAPE.rope)
+    cos, sin = _load_angles(COS, SIN, seq * n + token, valid, D, HALF, SHAPE.rope)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    first, second = _load_turned(Q, at, cos, sin, valid, D, HALF, SHAPE.rope)
     out = ((seq * tl.num_programs(1) + h) * n * GROUP + r) * D
-    _store_halves(Q_OUT, out, first, second, valid, D)
+    _store_halves(Q_OUT, out, first, second, valid & (column == 0), D)
     if SHAPE.terms > 0:
-        for column in range(0, D, COLUMNS):
-            y = tl.zeros([ROWS, COLUMNS], tl.float32)
+        y = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if SHAPE.terms == 1:
+            y = exact_product(second, high, exact_product(first, low, y))
+        else:
             y = rotate(first, y, MATRIX, column, 0, D // 2, D, SHAPE.terms)
             y = rotate(second, y, MATRIX, column, D // 2, D, D, SHAPE.terms)
-            d = column + tl.arange(0, COLUMNS)
-            y = (y * SHAPE.norm).to(Q_PAGES.dtype.element_ty)
-            tl.store(Q_PAGES + out[:, None] + d[None, :], y, mask=valid[:, None] & (d < D)[None, :])
+        d = column + tl.arange(0, COLUMNS)
+        y = (y * SHAPE.norm).to(Q_PAGES.dtype.element_ty)
+        tl.store(Q_PAGES + out[:, None] + d[None, :], y, mask=valid[:, None] & (d < D)[None, :])
     elif SHAPE.q_pages:
         dtype = Q_PAGES.dtype.element_ty
         _store_halves(Q_PAGES, out, first.to(dtype), second.to(dtype), valid, D)
@@ -92,7 +114,7 @@ def _queries(
 @triton.jit
 def _rows(
     K, V, COS, SIN, RAW_K, RAW_V, K_OUT, RAW_TABLE, LENGTHS, FOLDED, seq, h, block, n,
-    k_seq, k_token, k_head, v_seq, v_token, v_head, raw_stride, SHAPE: tl.constexpr,
+    k_seq, k_token, k_head, v_seq, v_token, v_head, raw_stride, SHAPE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some tokens' rows of one KV head into its raw pages."""
     D: tl.constexpr = SHAPE.head_dim
@@ -105,13 +127,10 @@ def _rows(
     page = tl.load(RAW_TABLE + seq * raw_stride + row // PAGE_TOKENS, mask=valid, other=0).to(tl.int64)
     slot = (page * tl.num_programs(1) + h) * PAGE_TOKENS + row % PAGE_TOKENS
     token = i.to(tl.int64)
-
-    at = seq * k_seq + token * k_token + h * k_head
-    first, second = _load_turned(K, at, COS, SIN, seq * n + token, i < n, D, SHAPE.half, SHAPE.rope)
-    _store_halves(RAW_K, slot * D, first, second, valid, D)
-    if SHAPE.k_out:
-        dense = ((seq * tl.num_programs(1) + h) * n + token) * D
-        _store_halves(K_OUT, dense, first, second, i < n, D)
+    cos, sin = _load_angles(COS, SIN, seq * n + token, i < n, D, SHAPE.half, SHAPE.rope)
+    if OVERLAP:  # all but q, k and v is older than the kernel before
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
     d = tl.arange(0, V_PADDED)
     inside = valid[:, None] & (d < VD)[None, :]
@@ -119,23 +138,35 @@ def _rows(
     v = tl.load(V + at[:, None] + d[None, :], mask=inside, other=0.0)
     tl.store(RAW_V + slot[:, None] * VD + d[None, :], v, mask=inside)
 
+    at = seq * k_seq + token * k_token + h * k_head
+    first, second = _load_turned(K, at, cos, sin, i < n, D, SHAPE.half, SHAPE.rope)
+    _store_halves(RAW_K, slot * D, first, second, valid, D)
+    if SHAPE.k_out:
+        dense = ((seq * tl.num_programs(1) + h) * n + token) * D
+        _store_halves(K_OUT, dense, first, second, i < n, D)
+
 
 @triton.jit(do_not_specialize=["raw_stride"])  # tables grow, which must not compile it anew
 def append_kernel(
     Q, K, V, COS, SIN, MATRIX, RAW_K, RAW_V, Q_OUT, Q_PAGES, K_OUT, RAW_TABLE, LENGTHS, FOLDED,
     n, q_seq, q_token, q_head, k_seq, k_token, k_head, v_seq, v_token, v_head, raw_stride,
-    GROUP: tl.constexpr, SHAPE: tl.constexpr,
+    GROUP: tl.constexpr, SHAPE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of query rows, then blocks of tokens; Hkv; sequences)."""
+    """Grid (blocks of query rows times blocks of rotated columns, then blocks of tokens; Hkv; sequences)."""
     h, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
     block = tl.program_id(0)
-    q_blocks = (n * GROUP + SHAPE.q_rows - 1) // SHAPE.q_rows
+    parts: tl.constexpr = (SHAPE.head_dim + SHAPE.columns - 1) // SHAPE.columns if SHAPE.terms > 0 else 1
+    q_blocks = (n * GROUP + SHAPE.q_rows - 1) // SHAPE.q_rows * parts
     if block < q_blocks:
-        _queries(Q, COS, SIN, MATRIX, Q_OUT, Q_PAGES, seq, h, block, n, q_seq, q_token, q_head, GROUP, SHAPE)
+        column = block % parts * SHAPE.columns
+        _queries(
+            Q, COS, SIN, MATRIX, Q_OUT, Q_PAGES, seq, h, block // parts, column, n, q_seq, q_token, q_head,
+            GROUP, SHAPE, OVERLAP,
+        )  # fmt: skip
     else:
         _rows(
             K, V, COS, SIN, RAW_K, RAW_V, K_OUT, RAW_TABLE, LENGTHS, FOLDED, seq, h, block - q_blocks, n,
-            k_seq, k_token, k_head, v_seq, v_token, v_head, raw_stride, SHAPE,
+            k_seq, k_token, k_head, v_seq, v_token, v_head, raw_stride, SHAPE, OVERLAP,
         )  # fmt: skip
 
 
@@ -207,7 +238,7 @@ def append(
         v_padded=triton.next_power_of_2(v_dim),
         q_rows=min(limit, max(16, triton.next_power_of_2(n * group))),
         kv_rows=min(limit, triton.next_power_of_2(n)),
-        columns=min(64, padded),
+        columns=min(32 if n * group <= 16 else 64, padded),  # few rows take many small programs
         terms=0 if k_matrix is None else k_matrix.shape[0],
         norm=dim**-0.5,
         rope=angles is not None,
@@ -215,7 +246,8 @@ def append(
         k_out=k_out is not None,
     )
     cos, sin = (q, q) if angles is None else angles
-    blocks = triton.cdiv(n * group, shape.q_rows) + triton.cdiv(n, shape.kv_rows)
+    parts = triton.cdiv(dim, shape.columns) if shape.terms else 1
+    blocks = triton.cdiv(n * group, shape.q_rows) * parts + triton.cdiv(n, shape.kv_rows)
     append_kernel[(blocks, heads, batch)](
         q,
         k,
@@ -238,4 +270,5 @@ def append(
         SHAPE=shape,
         num_warps=4,
         num_stages=1,
+        **overlap_options(q.device),
     )

@@ -48,6 +48,7 @@ from kvcore.backends.cuda.kernels.tiles import (
 )
 
 LOWEST = tl.constexpr(-1e30)
+NEWEST = tl.constexpr(16)  # rows that a launch appends at most before attention
 # What pages unpack to; the interpreter keeps float32, so that its results can be compared closely.
 UNPACKED = tl.constexpr(tl.float32 if INTERPRET.value else tl.float16)
 SMALLEST_SCALE = tl.constexpr(2.0**-60)  # in the place of 0; such rows round to nothing beside any other
@@ -180,11 +181,11 @@ def _stream(
     k_table, v_table,
     RAW: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, HKV: tl.constexpr,
     GROUP: tl.constexpr, NP: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, UNDO: tl.constexpr,
+    CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, UNDO: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (arXiv 2205.14135) of one program over steps begin .. end of its part; writes a partial result.
 
-    With STAGES 0 the next tile is loaded to registers, each part after the last use of its predecessor. Else copies
+    With OVERLAP the append before it may still run: it writes queries and the newest rows, all else stands. With STAGES 0 the next tile is loaded to registers, each part after the last use of its predecessor. Else copies
     of the next STAGES - 1 tiles to shared memory run meanwhile; a lane copies what it will read itself.
     """
     T: gl.constexpr = 16 * MT
@@ -235,6 +236,8 @@ def _stream(
                     HKV, VC, D, W, MT, True,
                 )  # fmt: skip
             commit()
+        if OVERLAP:
+            wait_for_previous()
         q = _load_q(Q, row, columns, col0, b_layout, KC, D, W, NP)
         # Table entries are read a step before they are used.
         ahead = _first_slot(begin + STAGES - 1, RAW, W, T, warp_rows)
@@ -271,9 +274,11 @@ def _stream(
             at = _first_slot(i + 1, RAW, W, T, warp_rows)
             first, last = _live(at, RANGES, seq, sinks, slots, STRIDE, RAW)
     else:
-        q = _load_q(Q, row, columns, col0, b_layout, KC, D, W, NP)
         k, ks = _keys(K, K, K, KS, page, at, first, last, h, HKV, KC, D, W, MT, False)
         v, signs, vs = _values(V, V, V, V, VS, page, at, first, last, h, HKV, VC, D, W, MT, False)
+        if OVERLAP:
+            wait_for_previous()
+        q = _load_q(Q, row, columns, col0, b_layout, KC, D, W, NP)
         # Pages are looked up a step before the loads that need them.
         ahead = _first_slot(gl.minimum(begin + 1, end - 1), RAW, W, T, warp_rows)
         page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
@@ -330,7 +335,6 @@ def attend_splits(
     [row · block, splits, NP]. ``scale`` is the softmax scale times log2(e).
     """
     if OVERLAP:
-        wait_for_previous()
         let_next_start()
     BLOCKS: gl.constexpr = (COLUMNS + NP - 1) // NP
     row = gl.program_id(0) // BLOCKS
@@ -344,11 +348,13 @@ def attend_splits(
     if split < RAW_SPLITS:
         steps = ((length - folded + 16 * RAW_MT - 1) // (16 * RAW_MT) + W) // W  # one tile more, for the sinks
         begin, end = steps * split // RAW_SPLITS, steps * (split + 1) // RAW_SPLITS
+        if OVERLAP and end * W * 16 * RAW_MT > length - folded - NEWEST:
+            wait_for_previous()
         _stream(
             Q_RAW, RAW_K, RAW_V, KS, VS, RAW_TABLE, RAW_RANGES, SINK, SIGNS, PO, PM, PL,
             row, slot, seq, h, col0, COLUMNS, begin, end, sinks, length - folded, folded, length, scale, RAW_STRIDE,
             window, k_table, v_table,
-            True, "raw", "raw", D, HKV, GROUP, NP, W, RAW_MT, RAW_STAGES, CAUSAL, HARDWARE, False,
+            True, "raw", "raw", D, HKV, GROUP, NP, W, RAW_MT, RAW_STAGES, CAUSAL, HARDWARE, False, OVERLAP,
         )  # fmt: skip
     else:
         steps = (folded + W * 16 * MT - 1) // (W * 16 * MT)
@@ -358,7 +364,7 @@ def attend_splits(
             Q, K, V, KS, VS, TABLE, RANGES, SINK, SIGNS, PO, PM, PL,
             row, slot, seq, h, col0, COLUMNS, begin, end, sinks, folded, 0, length, scale, STRIDE, window,
             k_table, v_table,
-            False, KC, VC, D, HKV, GROUP, NP, W, MT, STAGES, CAUSAL, HARDWARE, UNDO,
+            False, KC, VC, D, HKV, GROUP, NP, W, MT, STAGES, CAUSAL, HARDWARE, UNDO, OVERLAP,
         )  # fmt: skip
 
 
@@ -385,6 +391,7 @@ def combine_splits(
         matrix = _undo_term(UNDO, 0, j, D, DP)  # a constant: its latency passes while the splits still run
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     blocks: tl.constexpr = (COLUMNS + NP - 1) // NP
     s = tl.arange(0, SPLITS)
     at = ((row * blocks + column // NP).to(tl.int64)[None, :] * splits + s[:, None]) * NP + (column % NP)[None, :]

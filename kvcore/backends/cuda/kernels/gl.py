@@ -52,7 +52,7 @@ class _Interpreted:
     def _no_layout(*_: Any) -> None:
         return None
 
-    SliceLayout = NVMMADistributedLayout = DotOperandLayout = DistributedLinearLayout = _no_layout
+    SliceLayout = BlockedLayout = NVMMADistributedLayout = DotOperandLayout = DistributedLinearLayout = _no_layout
     SwizzledSharedLayout = _no_layout
 
 
@@ -100,6 +100,13 @@ def _let_next_start():
     tl.extra.cuda.gdc_launch_dependents()
 
 
+@gluon.jit
+def _prefetch(at):
+    gluon_language.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=gluon_language.int32, is_pure=False, pack=1
+    )
+
+
 def _nothing(*_: Any) -> None:
     return None
 
@@ -112,6 +119,8 @@ loop_bound: Any
 # Programmatic dependent launch (sm_90 and newer): a kernel starts while the one before it ends, and waits for its data.
 wait_for_previous: Any
 let_next_start: Any
+# Asks for the lines at some addresses to come to the L2 cache.
+prefetch: Any
 # Copies from global to shared memory that run beside the program: `copy` a tile, `commit` a group, `wait` until only
 # the newest n groups are under way. What a mask leaves out becomes zero.
 copy: Any
@@ -119,11 +128,11 @@ commit: Any
 wait: Any
 if INTERPRET.value:
     gl, jit, mma, loop_bound = _Interpreted(), triton.jit, _interpreted_mma, _interpreted_int
-    wait_for_previous = let_next_start = commit = wait = _nothing
+    wait_for_previous = let_next_start = commit = wait = prefetch = _nothing
     copy = _interpreted_copy
 else:
     gl, jit, mma, loop_bound = gluon_language, gluon.jit, mma_v2, _bound
-    wait_for_previous, let_next_start = _wait_for_previous, _let_next_start
+    wait_for_previous, let_next_start, prefetch = _wait_for_previous, _let_next_start, _prefetch
     renamed = "async_load" in async_copy.__all__  # by Triton 3.9 at the latest
     copy = async_copy.async_load if renamed else async_copy.async_copy_global_to_shared
     commit, wait = async_copy.commit_group, async_copy.wait_group

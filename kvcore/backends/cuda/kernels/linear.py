@@ -18,85 +18,92 @@ import triton.language as tl
 from kvcore.backends.cuda.kernels.fragments import join8, pair_of
 from kvcore.backends.cuda.kernels.gl import (
     INTERPRET,
-    commit,
     constexpr_function,
-    copy,
     gl,
     jit,
     let_next_start,
     loop_bound,
     mma,
-    wait,
+    prefetch,
     wait_for_previous,
 )
 
-STEP = tl.constexpr(64)  # inputs of a step
+X_CHUNKS = tl.constexpr(2)  # chunks of 64 inputs whose x is loaded at a time
 
 
 def _nibbles_asm(bf16: bool) -> str:
-    """Two words to sixteen numbers in eight registers: each nibble under the exponent of a power of two, less it.
-
-    Nibbles 0 and 4 stand at bit 0 of a half: 1024 + code in float16 (bf16: 128 + code). Nibbles 1 and 5 stand at bit
-    4: 64 + code (bf16: 8 + code). The others follow after a shift by eight.
+    """Two words to sixteen numbers in eight registers: each nibble in the mantissa of a power of two, which its product
+    with Σ x takes away again (`offset`). float16 has room for it at bits 0 (under 1024) and 4 (under 64), bf16 at bit 0
+    (under 128).
     """
-    low, high, kind = (0x4300, 0x4100, "bf16x2") if bf16 else (0x6400, 0x5400, "f16x2")
-    one, minus = (0x3F80, 0x8000) if bf16 else (0x3C00, 0x8000)
-    lines = ["{", ".reg .b32 w, m, n, a, b, c, d, u;"]
-    lines += ["mov.b32 m, 0x000F000F;", "mov.b32 n, 0x00F000F0;", f"mov.b32 u, {one * 0x10001:#x};"]
-    lines += [f"mov.b32 {name}, {x * 0x10001:#x};" for name, x in (("a", low), ("b", high))]
-    lines += [f"mov.b32 {name}, {(x | minus) * 0x10001:#x};" for name, x in (("c", low), ("d", high))]
+    low, high = ((0x000F, 0x4300), (0x000F, 0x4300)) if bf16 else ((0x000F, 0x6400), (0x00F0, 0x5400))
+    lines = ["{", ".reg .b32 w, m, b, n, c;"]
+    for names, numbers in (("mb", low), ("nc", high)):
+        lines += [f"mov.b32 {name}, {x * 0x10001:#x};" for name, x in zip(names, numbers, strict=True)]
     for word in range(2):
-        for half in range(2):
-            source = f"${8 + word}" if half == 0 else "w"
-            if half:
-                lines.append(f"shr.u32 w, ${8 + word}, 8;")
-            for i, (mask, base, less) in enumerate((("m", "a", "c"), ("n", "b", "d"))):
-                out = f"${4 * word + 2 * half + i}"
-                lines += [f"lop3.b32 {out}, {source}, {mask}, {base}, 0xEA;", f"fma.rn.{kind} {out}, {out}, u, {less};"]
+        for i in range(4):
+            source, shift = f"${8 + word}", 4 * i if bf16 else 8 * (i // 2)
+            if shift and (bf16 or i % 2 == 0):
+                lines.append(f"shr.b32 w, {source}, {shift};")
+            mask, under = "nc" if i % 2 else "mb"
+            lines.append(f"lop3.b32 ${4 * word + i}, {'w' if shift else source}, {mask}, {under}, 0xEA;")
     return "\n".join([*lines, "}"])
 
 
+# Bytes under 1024 in float16. bf16 holds a code of eight bits only by itself.
 _BYTES_ASM = """{
-.reg .b32 z;
-mov.b32 z, 0x64006400;
 prmt.b32 $0, $4, 0x64646464, 0x4140;
 prmt.b32 $1, $4, 0x64646464, 0x4342;
 prmt.b32 $2, $5, 0x64646464, 0x4140;
 prmt.b32 $3, $5, 0x64646464, 0x4342;
-sub.f16x2 $0, $0, z;
-sub.f16x2 $1, $1, z;
-sub.f16x2 $2, $2, z;
-sub.f16x2 $3, $3, z;
 }"""
 NIBBLES_F16, NIBBLES_BF16 = tl.constexpr(_nibbles_asm(False)), tl.constexpr(_nibbles_asm(True))
 NIBBLES_TO = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
 BYTES_ASM = tl.constexpr(_BYTES_ASM)
+# x · (weight / 8), rounded once. 0x8000 is -0.
+WEIGHTED_F16 = tl.constexpr("{ .reg .b32 c; mov.b32 c, 0x30003000; mul.rn.f16x2 c, $2, c; mul.rn.f16x2 $0, $1, c; }")
+WEIGHTED_BF16 = tl.constexpr(
+    "{ .reg .b32 c, z; mov.b32 c, 0x3E003E00; mov.b32 z, 0x80008000; fma.rn.bf16x2 c, $2, c, z; "
+    "fma.rn.bf16x2 $0, $1, c, z; }"
+)
+
+
+@constexpr_function
+def offset(bits, bf16, r):
+    """What the unpacked codes of a tile's rows 8 · r .. 8 · r + 7 have too much."""
+    if bits == 4:
+        return 128.0 if bf16 else (64.0 if r else 1024.0)
+    return 0.0 if bf16 else 1024.0
 
 
 @jit
-def _nibbles(word, pair: tl.constexpr, like):
-    return pair_of(((word >> (4 * pair)) & 15).to(tl.float32), ((word >> (16 + 4 * pair)) & 15).to(tl.float32), like)
+def _nibbles(word, pair: tl.constexpr, dtype: tl.constexpr, like):
+    more: gl.constexpr = offset(4, dtype == tl.bfloat16, pair % 2)
+    low, high = (word >> (4 * pair)) & 15, (word >> (16 + 4 * pair)) & 15
+    return pair_of(low.to(tl.float32) + more, high.to(tl.float32) + more, like)
 
 
 @jit
-def _byte_pair(word, pair: tl.constexpr, like):
-    return pair_of(((word >> (16 * pair)) & 255).to(tl.float32), ((word >> (16 * pair + 8)) & 255).to(tl.float32), like)
+def _byte_pair(word, pair: tl.constexpr, dtype: tl.constexpr, like):
+    more: gl.constexpr = offset(8, dtype == tl.bfloat16, 0)
+    low, high = (word >> (16 * pair)) & 255, (word >> (16 * pair + 8)) & 255
+    return pair_of(low.to(tl.float32) + more, high.to(tl.float32) + more, like)
 
 
 @jit
 def unpack_nibbles(x, dtype: tl.constexpr):
-    """Words [..., 2] -> codes as numbers [..., 2 (e), 2 (word), 2 (b), 2 (r)]."""
+    """Words [..., 2] -> codes and `offset` [..., 2 (e), 2 (word), 2 (b), 2 (r)]."""
     if INTERPRET:
         w0, w1 = tl.split(x)
         values = join8(
-            _nibbles(w0, 0, x),
-            _nibbles(w0, 1, x),
-            _nibbles(w0, 2, x),
-            _nibbles(w0, 3, x),
-            _nibbles(w1, 0, x),
-            _nibbles(w1, 1, x),
-            _nibbles(w1, 2, x),
-            _nibbles(w1, 3, x),
+            _nibbles(w0, 0, dtype, x),
+            _nibbles(w0, 1, dtype, x),
+            _nibbles(w0, 2, dtype, x),
+            _nibbles(w0, 3, dtype, x),
+            _nibbles(w1, 0, dtype, x),
+            _nibbles(w1, 1, dtype, x),
+            _nibbles(w1, 2, dtype, x),
+            _nibbles(w1, 3, dtype, x),
         )
     elif dtype == gl.bfloat16:
         o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
@@ -112,199 +119,393 @@ def unpack_nibbles(x, dtype: tl.constexpr):
 
 
 @jit
-def unpack_bytes(x):
-    """Words [..., 2] -> codes as float16 [..., 2 (e), 2 (word), 2 (r)]."""
+def unpack_bytes(x, dtype: tl.constexpr):
+    """Words [..., 2] -> codes and `offset` [..., 2 (e), 2 (word), 2 (r)]."""
     if INTERPRET:
         w0, w1 = tl.split(x)
-        o0, o1 = _byte_pair(w0, 0, x), _byte_pair(w0, 1, x)
-        o2, o3 = _byte_pair(w1, 0, x), _byte_pair(w1, 1, x)
+        o0, o1 = _byte_pair(w0, 0, dtype, x), _byte_pair(w0, 1, dtype, x)
+        o2, o3 = _byte_pair(w1, 0, dtype, x), _byte_pair(w1, 1, dtype, x)
+        values = gl.join(gl.join(o0, o2), gl.join(o1, o3))
     else:
         o0, o1, o2, o3 = gl.inline_asm_elementwise(
             BYTES_ASM, "=&r,=&r,=&r,=&r,r,r", [x], dtype=(gl.float16,) * 4, is_pure=True, pack=2
         )
-    return gl.join(gl.join(o0, o2), gl.join(o1, o3))
-
-
-@constexpr_function
-def words_layout(bits, W):
-    """Codes as words [W, 8 · bits, 4], or numbers [W, 128, 8]: a lane takes 16 bytes at a time."""
-    regs = [[0, 0, 1], [0, 0, 2]] + ([[0, 0, 4]] if bits == 16 else [])
-    regs += [[0, 32 << i, 0] for i in range((bits // 4).bit_length() - 1)]
-    lanes = [[0, 1 << i, 0] for i in range(5)]
-    warps = [[1 << i, 0, 0] for i in range(W.bit_length() - 1)]
-    return gl.DistributedLinearLayout(regs, lanes, warps, [], [W, 8 * bits, 8 if bits == 16 else 4])
-
-
-@constexpr_function
-def x_layout(W, NP):
-    regs = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 32]] + ([[0, 8, 0]] if NP == 16 else [])
-    lanes = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    warps = [[1 << i, 0, 0] for i in range(W.bit_length() - 1)]
-    return gl.DistributedLinearLayout(regs, lanes, warps, [], [W, NP, 64])
-
-
-@constexpr_function
-def sides_layout(W, groups):
-    """Scales and biases [W, groups, 8 g, 4 (r, scale or bias)]: a lane holds those of its two outputs."""
-    regs = [[0, 0, 0, 1], [0, 0, 0, 2]] + ([[0, 1, 0, 0]] if groups == 2 else [])
-    lanes = [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
-    warps = [[1 << i, 0, 0, 0] for i in range(W.bit_length() - 1)]
-    return gl.DistributedLinearLayout(regs, lanes, warps, [], [W, groups, 8, 4])
+        values = gl.join(gl.join(o0, o2), gl.join(o1, o3))
+        if dtype == gl.bfloat16:
+            values = (values.to(gl.float32) - 1024.0).to(gl.bfloat16)
+    return values
 
 
 @jit
-def _codes(x, OPERAND: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr):
-    """The operand [W, 16, 64] of a step's words or numbers."""
-    if BITS == 16:
-        # W, h, j, g, t, b, r, e
-        y = gl.permute(gl.reshape(x, [W, 2, 2, 8, 4, 2, 2, 2]), [0, 6, 3, 1, 2, 5, 4, 7])
-    elif BITS == 4:
-        # W, g, t, h, e, j, b, r
-        y = unpack_nibbles(gl.reshape(x, [W, 8, 4, 2, 2]), DTYPE)
-        y = gl.permute(y, [0, 7, 1, 3, 5, 6, 2, 4])
+def weighted(x, weight):
+    """x · weight / 8: products of 16-bit rows stay in range."""
+    if INTERPRET:
+        y = (x.to(tl.float32) * weight.to(tl.float32) * 0.125).to(x.dtype)
+    elif x.dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise(WEIGHTED_BF16, "=r,r,r", [x, weight], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
-        # W, h, g, t, j, e, b, r
-        y = unpack_bytes(gl.reshape(x, [W, 2, 8, 4, 2, 2]))
-        if gl.bfloat16 == DTYPE and not INTERPRET:  # whose products are in float32
-            y = y.to(gl.float32).to(gl.bfloat16)
-        y = gl.permute(y, [0, 7, 2, 1, 4, 6, 3, 5])
-    return gl.convert_layout(gl.reshape(y, [W, 16, 64]), OPERAND, assert_trivial=True)
+        y = gl.inline_asm_elementwise(WEIGHTED_F16, "=r,r,r", [x, weight], dtype=gl.float16, is_pure=True, pack=2)
+    return y
+
+
+@constexpr_function
+def words_layout(bits, W, tiles, count):
+    """Codes of some tiles and chunks as words [W, tiles, count, 8 · bits, 4], or numbers [W, tiles, count, 128, 8]: a
+    lane takes 16 bytes at a time."""
+    regs = [[0, 0, 0, 0, 1 << i] for i in range(3 if bits == 16 else 2)]
+    regs += [[0, 0, 0, 32 << i, 0] for i in range((bits // 4).bit_length() - 1)]
+    regs += [[0, 0, 1 << i, 0, 0] for i in range(count.bit_length() - 1)] + [
+        [0, 1 << i, 0, 0, 0] for i in range(tiles.bit_length() - 1)
+    ]
+    lanes = [[0, 0, 0, 1 << i, 0] for i in range(5)]
+    warps = [[1 << i, 0, 0, 0, 0] for i in range(W.bit_length() - 1)]
+    return gl.DistributedLinearLayout(regs, lanes, warps, [], [W, tiles, count, 8 * bits, 8 if bits == 16 else 4])
+
+
+@constexpr_function
+def x_layout(W, NP, count):
+    regs = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 32]] + ([[0, 8, 0]] if NP == 16 else [])
+    regs += [[0, 0, 64 << i] for i in range(count.bit_length() - 1)]
+    lanes = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warps = [[1 << i, 0, 0] for i in range(W.bit_length() - 1)]
+    return gl.DistributedLinearLayout(regs, lanes, warps, [], [W, NP, 64 * count])
+
+
+@constexpr_function
+def sides_layout(W, tiles, count):
+    """Scales and biases [W, tiles, count, 8 g, 4 (r, scale or bias)]: a lane holds those of its two outputs."""
+    regs = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2]]
+    regs += [[0, 0, 1 << i, 0, 0] for i in range(count.bit_length() - 1)] + [
+        [0, 1 << i, 0, 0, 0] for i in range(tiles.bit_length() - 1)
+    ]
+    lanes = [[0, 0, 0, 0, 0], [0, 0, 0, 0, 0], *([0, 0, 0, 1 << i, 0] for i in range(3))]
+    warps = [[1 << i, 0, 0, 0, 0] for i in range(W.bit_length() - 1)]
+    return gl.DistributedLinearLayout(regs, lanes, warps, [], [W, tiles, count, 8, 4])
+
+
+@jit
+def _codes(x, OPERAND: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """The operand [W, 16 · tiles, 64] of a chunk's words or numbers [W, tiles, ...]."""
+    W: gl.constexpr = x.shape[0]
+    T: gl.constexpr = x.shape[1]
+    if BITS == 16:
+        # W, tile, h, j, g, t, b, r, e
+        y = gl.permute(gl.reshape(x, [W, T, 2, 2, 8, 4, 2, 2, 2]), [0, 1, 7, 4, 2, 3, 6, 5, 8])
+    elif BITS == 4:
+        # W, tile, g, t, h, e, j, b, r
+        y = gl.permute(unpack_nibbles(gl.reshape(x, [W, T, 8, 4, 2, 2]), DTYPE), [0, 1, 8, 2, 4, 6, 7, 3, 5])
+    else:
+        # W, tile, h, g, t, j, e, b, r
+        y = gl.permute(unpack_bytes(gl.reshape(x, [W, T, 2, 8, 4, 2, 2]), DTYPE), [0, 1, 8, 3, 2, 5, 7, 4, 6])
+    return gl.convert_layout(gl.reshape(y, [W, 16 * T, 64]), OPERAND, assert_trivial=True)
+
+
+@jit
+def _prefetch(
+    PLANE, tile, chunk, turn, RUN: tl.constexpr, T: tl.constexpr, M_TILES: tl.constexpr, CHUNKS: tl.constexpr,
+    COUNT: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Ask for what the warps need in their next ``turn`` to come to the L2 cache: RUN bytes a tile and COUNT chunks."""
+    SIZE: gl.constexpr = PLANE.dtype.element_ty.primitive_bitwidth // 8
+    LINES: gl.constexpr = at_least((RUN + 127) // 128, 1)
+    lay: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
+    n = gl.arange(0, at_least(T * LINES, 32), gl.SliceLayout(0, lay)) % (T * LINES)
+    first = gl.convert_layout(chunk, gl.SliceLayout(1, lay)) + turn * W * COUNT
+    first = gl.minimum(first, CHUNKS - 1) // COUNT  # whose runs follow one another in a tile
+    m = gl.minimum(tile + n // LINES, M_TILES - 1).to(gl.int64) * (CHUNKS * (RUN // COUNT) // SIZE)
+    at = PLANE + m[None, :] + (first * (RUN // SIZE))[:, None] + (n % LINES * (128 // SIZE))[None, :]
+    prefetch(at)
+
+
+@jit
+def _words(
+    CODES, tile, chunk, M_TILES: tl.constexpr, CHUNKS: tl.constexpr, T: tl.constexpr, COUNT: tl.constexpr,
+    EVEN: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Codes [W, T, COUNT, ...] of T tiles from ``tile`` on, COUNT chunks from chunk[w] on; zeros beyond the end of a tile,
+    and anything instead of a tile that is not there."""
+    ROWS: gl.constexpr = 8 * BITS
+    INNER: gl.constexpr = 8 if BITS == 16 else 4
+    lay: gl.constexpr = words_layout(BITS, W, T, COUNT)
+    ends: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, lay))
+    inner: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, lay)))
+    c = gl.convert_layout(chunk, gl.SliceLayout(1, gl.SliceLayout(1, ends)))[:, None]
+    c = c + gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, ends)))[None, :]
+    m = gl.minimum(tile + gl.arange(0, T, gl.SliceLayout(0, gl.SliceLayout(2, ends))), M_TILES - 1).to(gl.int64)
+    x = gl.arange(0, ROWS, gl.SliceLayout(1, inner)) * INNER
+    within = x[:, None] + gl.arange(0, INNER, gl.SliceLayout(0, inner))[None, :]
+    at = CODES + (m * (CHUNKS * ROWS * INNER))[None, :, None] + (c * (ROWS * INNER))[:, None, :]
+    at = at[:, :, :, None, None] + within[None, None, None, :, :]
+    if EVEN:
+        y = gl.load(at, cache_modifier=".cg")
+    else:
+        live = (c < CHUNKS)[:, None, :, None, None] & (m >= 0)[None, :, None, None, None]
+        y = gl.load(at, mask=live & (within >= 0)[None, None, None, :, :], other=0, cache_modifier=".cg")
+    return y
+
+
+@jit
+def _sides(
+    SIDES, tile, chunk, M_TILES: tl.constexpr, CHUNKS: tl.constexpr, T: tl.constexpr, COUNT: tl.constexpr,
+    EVEN: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Scales and biases [W, T, COUNT, 8, 4], one set a chunk, or [W, T, 2 · COUNT, 8, 4] where groups are of 32."""
+    PER: gl.constexpr = 2 if GROUP == 32 else 1
+    lay: gl.constexpr = sides_layout(W, T, COUNT * PER)
+    ends: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, lay))
+    inner: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, lay)))
+    c = gl.convert_layout(chunk, gl.SliceLayout(1, gl.SliceLayout(1, ends)))[:, None] * PER
+    c = c + gl.arange(0, COUNT * PER, gl.SliceLayout(0, gl.SliceLayout(1, ends)))[None, :]
+    m = gl.minimum(tile + gl.arange(0, T, gl.SliceLayout(0, gl.SliceLayout(2, ends))), M_TILES - 1).to(gl.int64)
+    g = gl.arange(0, 8, gl.SliceLayout(1, inner)) * 4
+    within = g[:, None] + gl.arange(0, 4, gl.SliceLayout(0, inner))[None, :]
+    group = c * (64 // PER) // GROUP
+    at = SIDES + (m * (CHUNKS * 64 // GROUP * 32))[None, :, None] + (group * 32)[:, None, :]
+    at = at[:, :, :, None, None] + within[None, None, None, :, :]
+    if EVEN:
+        y = gl.load(at)
+    else:
+        live = (c < CHUNKS * PER)[:, None, :, None, None] & (m >= 0)[None, :, None, None, None]
+        y = gl.load(at, mask=live & (within >= 0)[None, None, None, :, :], other=0.0)
+    return y
 
 
 @jit
 def _inputs(
-    X, NORM, k, n, K: tl.constexpr, NORMED: tl.constexpr, OPERAND: tl.constexpr, W: tl.constexpr, NP: tl.constexpr
+    X, NORM, chunk, n, CHUNKS: tl.constexpr, COUNT: tl.constexpr, NORMED: tl.constexpr, EVEN: tl.constexpr,
+    W: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """The operand [W, 64, NP] of x from input k[w] on, and the sums of squares [W, NP]; rows from n on are zeros.
-
-    With NORMED x is multiplied by the norm's weights and by 1/8, so that products of 16-bit rows stay in range.
-    """
-    lay: gl.constexpr = x_layout(W, NP)
-    first = gl.convert_layout(k, gl.SliceLayout(1, gl.SliceLayout(2, lay)))
-    row = gl.arange(0, NP, gl.SliceLayout(0, gl.SliceLayout(2, lay)))
-    i = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, lay)))
-    at = X + first[:, None, None] + (row[None, :, None] * K + i[None, None, :])
-    x = gl.load(at, mask=(first >= 0)[:, None, None] & (row < n)[None, :, None] & (i >= 0)[None, None, :], other=0.0)
-    squares = gl.zeros([W, NP], gl.float32, gl.SliceLayout(2, lay))
+    """COUNT chunks of x and of what is multiplied with codes, x with NORMED's weights or x: [W, NP, COUNT · 64]. The last
+    row stands for those from n on too, which nobody stores; what is beyond the end is zeros."""
+    lay: gl.constexpr = x_layout(W, NP, COUNT)
+    first = gl.convert_layout(chunk, gl.SliceLayout(1, gl.SliceLayout(2, lay)))
+    row = gl.minimum(gl.arange(0, NP, gl.SliceLayout(0, gl.SliceLayout(2, lay))), n - 1)
+    i = gl.arange(0, 64 * COUNT, gl.SliceLayout(0, gl.SliceLayout(1, lay)))
+    k = first[:, None, None] * 64 + i[None, None, :]
+    at, weight_at = X + (k + row[None, :, None] * (CHUNKS * 64)), NORM + (k + row[None, :, None] * 0)
+    if EVEN:
+        x = gl.load(at)
+    else:
+        live = (k < CHUNKS * 64) & (row >= 0)[None, :, None]
+        x = gl.load(at, mask=live, other=0.0)
+    y = x
     if NORMED:
-        weight = gl.load(NORM + first[:, None, None] + (row[None, :, None] * 0 + i[None, None, :])).to(gl.float32)
-        wide = x.to(gl.float32)
-        squares = gl.sum(wide * wide, 2)
-        x = (wide * weight * 0.125).to(x.dtype)
-    y = gl.permute(gl.reshape(x, [W, NP, 2, 4, 2, 2, 2]), [0, 2, 4, 5, 3, 6, 1])
-    return gl.convert_layout(gl.reshape(y, [W, 64, NP]), OPERAND, assert_trivial=True), squares
+        if EVEN:
+            y = weighted(x, gl.load(weight_at))
+        else:
+            y = weighted(x, gl.load(weight_at, mask=live, other=0.0))
+    return x, y
 
 
 @jit
-def _side(x, i: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr):
-    """Scales (i 0) or biases (1) [W, 16] float32 of a group's [W, 8, 4]."""
-    scale, bias = gl.split(gl.reshape(x, [W, 8, 2, 2]))
+def _halves(x):
+    """The first and the last half along the last axis of three, or the third of five."""
+    S: gl.constexpr = x.shape
+    if len(S) == 3:
+        y = gl.permute(gl.reshape(x, [S[0], S[1], 2, S[2] // 2]), [0, 1, 3, 2])
+    else:
+        y = gl.permute(gl.reshape(x, [S[0], S[1], 2, S[2] // 2, S[3], S[4]]), [0, 1, 3, 4, 5, 2])
+    return gl.split(y)
+
+
+@constexpr_function
+def at_least(count, least):
+    """The next power of two."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+@jit
+def _operand(x, OPERAND: tl.constexpr, W: tl.constexpr, NP: tl.constexpr):
+    y = gl.permute(gl.reshape(x, [W, NP, 2, 4, 2, 2, 2]), [0, 2, 4, 5, 3, 6, 1])
+    return gl.convert_layout(gl.reshape(y, [W, 64, NP]), OPERAND, assert_trivial=True)
+
+
+@jit
+def _add_squares(squares, x, A: tl.constexpr):
+    """squares [W, 16, NP] + x's products with itself: those of a row with itself are on the diagonal."""
+    W: gl.constexpr = x.shape[0]
+    NP: gl.constexpr = x.shape[2]
+    rows = gl.permute(x, [0, 2, 1])
+    if NP == 8:
+        rows = gl.reshape(gl.permute(gl.join(rows, rows), [0, 3, 1, 2]), [W, 16, 64])
+    return mma(gl.convert_layout(rows, A, assert_trivial=True), x, squares)
+
+
+@jit
+def _side(x, i: tl.constexpr, ROWS: tl.constexpr):
+    """Scales (i 0) or biases (1) [W, 16 · tiles] float32 of a group's [W, tiles, 8, 4]."""
+    W: gl.constexpr = x.shape[0]
+    T: gl.constexpr = x.shape[1]
+    scale, bias = gl.split(gl.reshape(x, [W, T, 8, 2, 2]))
     y = scale if i == 0 else bias
-    y = gl.reshape(gl.permute(y, [0, 2, 1]), [W, 16])
+    y = gl.reshape(gl.permute(y, [0, 1, 3, 2]), [W, 16 * T])
     return gl.convert_layout(y, ROWS, assert_trivial=True).to(gl.float32)
 
 
 @jit
-def _add_group(acc, codes, x, side, ROWS: tl.constexpr, ACC: tl.constexpr, A: tl.constexpr, NP: tl.constexpr):
+def _twice(x, LAYOUT: tl.constexpr):
+    """The rows of x [W, rows, n], and the same again."""
+    S: gl.constexpr = x.shape
+    y = gl.reshape(gl.permute(gl.join(x, x), [0, 3, 1, 2]), [S[0], 2 * S[1], S[2]])
+    return gl.convert_layout(y, LAYOUT, assert_trivial=True)
+
+
+@jit
+def _add_group(acc, codes, x, side, BITS: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, A: tl.constexpr):
     """acc + scale · (codes x) + bias · Σ x, for one group or a part of it."""
-    W: gl.constexpr = codes.shape[0]
-    zeros = gl.zeros([W, 16, NP], gl.float32, ACC)
+    W: gl.constexpr = acc.shape[0]
+    NP: gl.constexpr = acc.shape[2]
+    T: gl.constexpr = acc.shape[1] // 16
+    ROWS: gl.constexpr = gl.SliceLayout(2, ACC)
     ones = gl.full([W, 16, codes.shape[2]], 1.0, codes.dtype, A)
-    total = mma(ones, x, zeros)  # Σ x, where every output has its own copy
+    total = mma(ones, x, gl.zeros([W, 16, NP], gl.float32, ACC))  # Σ x, where every output has its own copy
+    if T >= 2:
+        total = _twice(total, ACC)
+    if T == 4:
+        total = _twice(total, ACC)
+    low: gl.constexpr = offset(BITS, gl.bfloat16 == DTYPE, 0)
+    high: gl.constexpr = offset(BITS, gl.bfloat16 == DTYPE, 1)
+    scale = _side(side, 0, ROWS)
+    row = gl.arange(0, 16 * T, gl.SliceLayout(0, ROWS))
+    bias = _side(side, 1, ROWS) - scale * gl.where(row // 8 % 2 == 0, low, high)[None, :]
     return (
-        acc + mma(codes, x, zeros) * _side(side, 0, ROWS, W)[:, :, None] + total * _side(side, 1, ROWS, W)[:, :, None]
+        acc + mma(codes, x, gl.zeros([W, 16 * T, NP], gl.float32, ACC)) * scale[:, :, None] + total * bias[:, :, None]
     )
+
+
+@jit
+def _add_chunks(
+    acc, squares, words, sides, x, raw, X, NORM, chunk, n,
+    LOADED: tl.constexpr, COUNT: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, EVEN: tl.constexpr,
+    ACC: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """acc + the products of COUNT chunks, squares + their squares. x and raw, unless they are LOADED, come for two chunks
+    at a time."""
+    W: gl.constexpr = acc.shape[0]
+    NP: gl.constexpr = acc.shape[2]
+    DTYPE: gl.constexpr = X.dtype.element_ty
+    HAS_X: gl.constexpr = COUNT <= X_CHUNKS
+    if HAS_X and not LOADED:
+        raw, x = _inputs(X, NORM, chunk, n, CHUNKS, COUNT, NORMED, EVEN, W, NP)
+    if COUNT > 1:
+        w0, w1 = _halves(words)
+        s0, s1, x0, x1, r0, r1 = sides, sides, x, x, raw, raw
+        if BITS < 16:
+            s0, s1 = _halves(sides)
+        if HAS_X:
+            x0, x1 = _halves(x)
+            r0, r1 = _halves(raw)
+        HALF: gl.constexpr = COUNT // 2
+        acc, squares = _add_chunks(
+            acc, squares, w0, s0, x0, r0, X, NORM, chunk, n, HAS_X, HALF, CHUNKS, BITS, NORMED, EVEN, ACC, A, B
+        )
+        acc, squares = _add_chunks(
+            acc, squares, w1, s1, x1, r1, X, NORM, chunk + HALF, n, HAS_X, HALF, CHUNKS, BITS, NORMED, EVEN, ACC, A, B
+        )
+    else:
+        if NORMED:
+            squares = _add_squares(squares, _operand(raw, B, W, NP), A)
+        acc = _add_chunk(acc, words, sides, _operand(x, B, W, NP), BITS, DTYPE, ACC, A, B)
+    return acc, squares
+
+
+@jit
+def _add_chunk(
+    acc, words, sides, x, BITS: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, A: tl.constexpr, B: tl.constexpr
+):
+    W: gl.constexpr = acc.shape[0]
+    NP: gl.constexpr = acc.shape[2]
+    codes = _codes(words, A, BITS, DTYPE)
+    if BITS == 16:
+        acc = mma(codes, x, acc)
+    elif sides.shape[2] == 1:
+        acc = _add_group(acc, codes, x, gl.reshape(sides, [W, sides.shape[1], 8, 4]), BITS, DTYPE, ACC, A)
+    else:
+        c0, c1 = _halves(codes)
+        x0, x1 = gl.split(gl.permute(gl.reshape(x, [W, 2, 32, NP]), [0, 2, 3, 1]))
+        s0, s1 = gl.split(gl.permute(sides, [0, 1, 3, 4, 2]))
+        c0, x0 = gl.convert_layout(c0, A, assert_trivial=True), gl.convert_layout(x0, B, assert_trivial=True)
+        c1, x1 = gl.convert_layout(c1, A, assert_trivial=True), gl.convert_layout(x1, B, assert_trivial=True)
+        acc = _add_group(acc, c0, x0, s0, BITS, DTYPE, ACC, A)
+        acc = _add_group(acc, c1, x1, s1, BITS, DTYPE, ACC, A)
+    return acc
 
 
 @jit
 def linear_rows(
     X, NORM, CODES, SIDES, BIAS, ADDED, Y, n, eps,
     M: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, NP: tl.constexpr, W: tl.constexpr,
-    STAGES: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    TILES: tl.constexpr, COUNT: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr, ADD: tl.constexpr,
+    GATED: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of 16 outputs). X [n, K], Y [n, M]; CODES, SIDES as `linear.WeightTiles` stores them.
+    """Grid (outputs / (16 · TILES)). X [n, K], Y [n, M]; CODES, SIDES as `linear.WeightTiles` stores them.
 
     NORMED: x is RMSNorm of X with weights NORM [K]. BIASED: BIAS [M] is added, ADD: ADDED [n, M]. GATED: outputs g and
-    g + 8 of a tile are gate and up of one result, y = silu(gate) · up, and M counts results, 8 a tile; BIAS is [2 · M]. The warps of a
-    program take turns at the steps of 64 inputs, and their sums are added at the end.
+    g + 8 of a tile are gate and up of one result, y = silu(gate) · up, and M counts results, 8 a tile; BIAS is [2 · M]. The
+    warps of a program take turns at COUNT · 64 inputs of its TILES, and their sums are added at the end. Weights go from
+    memory to the registers that need them: no shared memory, no barrier.
     """
-    STEPS: gl.constexpr = K // 64
-    GROUPS: gl.constexpr = 2 if GROUP == 32 else 1
-    DTYPE: gl.constexpr = X.dtype.element_ty
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    b_layout: gl.constexpr = gl.DotOperandLayout(1, acc_layout, 2)
-    rows_layout: gl.constexpr = gl.SliceLayout(2, acc_layout)
-    warp_rows: gl.constexpr = gl.SliceLayout(1, rows_layout)
-    lay: gl.constexpr = words_layout(BITS, W)
-    side_lay: gl.constexpr = sides_layout(W, GROUPS)
-    tile = gl.program_id(0)
-    ring = gl.allocate_shared_memory(
-        CODES.dtype.element_ty,
-        [STAGES, W, 8 * BITS, 8 if BITS == 16 else 4],
-        gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
-    )
-    side_ring = gl.allocate_shared_memory(
-        SIDES.dtype.element_ty, [STAGES, W, GROUPS, 8, 4], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    )
-    # Weights never change: their copies begin before the kernel that writes x has ended.
-    for j in tl.static_range(STAGES - 1):
-        _copy_step(ring.index(j), side_ring.index(j), CODES, SIDES, tile, j, STEPS, GROUP, BITS, W)
-        commit()
+    CHUNKS: gl.constexpr = K // 64
+    TURNS: gl.constexpr = (CHUNKS + W * COUNT - 1) // (W * COUNT)
+    EVEN: gl.constexpr = CHUNKS % (W * COUNT) == 0
+    OUTPUTS: gl.constexpr = 8 if GATED else 16  # of a tile
+    M_TILES: gl.constexpr = (M + OUTPUTS - 1) // OUTPUTS
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
+    tile = gl.program_id(0) * TILES
+    chunk = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, ACC))) * COUNT
+    RUN: gl.constexpr = 128 * BITS * COUNT
+    SIDE_RUN: gl.constexpr = 4096 * COUNT // GROUP if BITS < 16 else 0
+    # Weights never change: what comes first is loaded, and more comes closer, before the kernel that writes x has ended.
+    words = _words(CODES, tile, chunk, M_TILES, CHUNKS, TILES, COUNT, EVEN, BITS, W)
+    sides = words
+    if BITS < 16:
+        sides = _sides(SIDES, tile, chunk, M_TILES, CHUNKS, TILES, COUNT, EVEN, GROUP, W)
+    for i in tl.static_range(1, AHEAD):
+        _prefetch(CODES, tile, chunk, i, RUN, TILES, M_TILES, CHUNKS, COUNT, W)
+        if BITS < 16:
+            _prefetch(SIDES, tile, chunk, i, SIDE_RUN, TILES, M_TILES, CHUNKS, COUNT, W)
     if OVERLAP:
         wait_for_previous()
         let_next_start()
-    acc = gl.zeros([W, 16, NP], gl.float32, acc_layout)
-    squares = gl.zeros([W, NP], gl.float32, gl.SliceLayout(2, x_layout(W, NP)))
-    for i in range(loop_bound(0), loop_bound((STEPS + W - 1) // W)):
-        wait(STAGES - 2)
-        free = (i + STAGES - 1) % STAGES
-        _copy_step(ring.index(free), side_ring.index(free), CODES, SIDES, tile, i + STAGES - 1, STEPS, GROUP, BITS, W)
-        commit()
-        step = i * W + gl.arange(0, W, warp_rows)
-        k = gl.minimum(step, STEPS - 1) * 64  # beyond the end codes, scales and biases are zeros
-        x, more = _inputs(X, NORM, k, n, K, NORMED, b_layout, W, NP)
-        inside = gl.convert_layout(step < STEPS, gl.SliceLayout(1, gl.SliceLayout(2, x_layout(W, NP))))
-        squares += gl.where(inside[:, None], more, 0.0)
-        codes = _codes(ring.index(i % STAGES).load(lay), a_layout, BITS, W, DTYPE)
-        if BITS == 16:
-            acc = mma(codes, x, acc)
-        elif GROUPS == 1:
-            sides = side_ring.index(i % STAGES).load(side_lay)
-            acc = _add_group(acc, codes, x, gl.reshape(sides, [W, 8, 4]), rows_layout, acc_layout, a_layout, NP)
-        else:
-            sides = side_ring.index(i % STAGES).load(side_lay)
-            c0, c1 = gl.split(gl.permute(gl.reshape(codes, [W, 16, 2, 32]), [0, 1, 3, 2]))
-            x0, x1 = gl.split(gl.permute(gl.reshape(x, [W, 2, 32, NP]), [0, 2, 3, 1]))
-            s0, s1 = gl.split(gl.permute(sides, [0, 2, 3, 1]))
-            c0, c1 = (
-                gl.convert_layout(c0, a_layout, assert_trivial=True),
-                gl.convert_layout(c1, a_layout, assert_trivial=True),
-            )
-            x0, x1 = (
-                gl.convert_layout(x0, b_layout, assert_trivial=True),
-                gl.convert_layout(x1, b_layout, assert_trivial=True),
-            )
-            acc = _add_group(acc, c0, x0, s0, rows_layout, acc_layout, a_layout, NP)
-            acc = _add_group(acc, c1, x1, s1, rows_layout, acc_layout, a_layout, NP)
+    acc = gl.zeros([W, 16 * TILES, NP], gl.float32, ACC)
+    squares = gl.zeros([W, 16, NP], gl.float32, ACC)
+    for i in range(loop_bound(0), loop_bound(TURNS - 1)):
+        if AHEAD > 0 and TURNS > AHEAD:
+            _prefetch(CODES, tile, chunk, AHEAD, RUN, TILES, M_TILES, CHUNKS, COUNT, W)
+            if BITS < 16:
+                _prefetch(SIDES, tile, chunk, AHEAD, SIDE_RUN, TILES, M_TILES, CHUNKS, COUNT, W)
+        later = chunk + W * COUNT
+        next_words = _words(CODES, tile, later, M_TILES, CHUNKS, TILES, COUNT, EVEN, BITS, W)
+        next_sides = next_words
+        if BITS < 16:
+            next_sides = _sides(SIDES, tile, later, M_TILES, CHUNKS, TILES, COUNT, EVEN, GROUP, W)
+        acc, squares = _add_chunks(
+            acc, squares, words, sides, i, i, X, NORM, chunk, n, False, COUNT, CHUNKS, BITS, NORMED, EVEN, ACC, A, B
+        )
+        words, sides, chunk = next_words, next_sides, later
+    acc, squares = _add_chunks(
+        acc, squares, words, sides, n, n, X, NORM, chunk, n, False, COUNT, CHUNKS, BITS, NORMED, EVEN, ACC, A, B
+    )
     y = gl.sum(acc, 0)
-    out: gl.constexpr = gl.SliceLayout(0, acc_layout)
-    r = gl.arange(0, 16, gl.SliceLayout(1, out))
+    out: gl.constexpr = gl.SliceLayout(0, ACC)
+    r = gl.arange(0, 16 * TILES, gl.SliceLayout(1, out))
     row = gl.arange(0, NP, gl.SliceLayout(0, out))
     if NORMED:
-        mean = gl.convert_layout(gl.sum(squares, 0), gl.SliceLayout(0, out)) / K
+        one = gl.arange(0, 16, gl.SliceLayout(1, out))
+        mean = gl.sum(gl.where(one[:, None] == row[None, :], gl.sum(squares, 0), 0.0), 0) / K
         y = y * (8.0 * gl.rsqrt(mean + eps))[None, :]
     if GATED:
+        half = (tile + r // 16) * 8 + r % 8
         if BIASED:
-            half = tile * 8 + r % 8
-            y = y + gl.load(BIAS + (r // 8) * M + half, mask=half < M, other=0.0).to(gl.float32)[:, None]
-        gate, up = gl.split(gl.permute(gl.reshape(y, [2, 8, NP]), [1, 2, 0]))
+            y = y + gl.load(BIAS + (r // 8 % 2) * M + half, mask=half < M, other=0.0).to(gl.float32)[:, None]
+        gate, up = gl.split(gl.permute(gl.reshape(y, [TILES, 2, 8, NP]), [0, 2, 3, 1]))
         result = gate / (1.0 + gl.exp(-gate)) * up
-        y = gl.reshape(gl.permute(gl.join(result, result), [2, 0, 1]), [16, NP])
+        y = gl.reshape(gl.permute(gl.join(result, result), [0, 3, 1, 2]), [16 * TILES, NP])
         y = gl.convert_layout(y, out, assert_trivial=True)
-        m = tile * 8 + r
-        stored = (row < n)[None, :] & (r < 8)[:, None] & (m < M)[:, None]
+        m = half
+        stored = (row < n)[None, :] & (r % 16 < 8)[:, None] & (m < M)[:, None]
     else:
         m = tile * 16 + r
         stored = (row < n)[None, :] & (m < M)[:, None]
@@ -313,37 +514,3 @@ def linear_rows(
         if ADD:
             y = y + gl.load(ADDED + row[None, :] * M + m[:, None], mask=stored, other=0.0).to(gl.float32)
     gl.store(Y + row[None, :] * M + m[:, None], y.to(Y.dtype.element_ty), mask=stored)
-
-
-@jit
-def _copy_step(
-    SLOT, SIDE_SLOT, CODES, SIDES, tile, i, STEPS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr
-):  # fmt: skip
-    """Start the copies of the warps' i-th steps; those beyond the end become zeros."""
-    ROWS: gl.constexpr = 8 * BITS
-    INNER: gl.constexpr = 8 if BITS == 16 else 4
-    lay: gl.constexpr = words_layout(BITS, W)
-    step = i * W + gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, lay)))
-    x = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, lay)))
-    e = gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(1, lay)))
-    first = (tile.to(gl.int64) * STEPS + step)[:, None, None] * (ROWS * INNER)
-    at = CODES + first + (x[None, :, None] * INNER + e[None, None, :])
-    copy(SLOT, at, mask=(step < STEPS)[:, None, None] & (x >= 0)[None, :, None] & (e >= 0)[None, None, :])
-    if BITS < 16:
-        _copy_sides(SIDE_SLOT, SIDES, tile, i, STEPS, GROUP, W)
-
-
-@jit
-def _copy_sides(SLOT, SIDES, tile, i, STEPS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr):
-    GROUPS: gl.constexpr = 2 if GROUP == 32 else 1
-    lay: gl.constexpr = sides_layout(W, GROUPS)
-    part: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, lay))
-    step = i * W + gl.arange(0, W, gl.SliceLayout(1, part))
-    c = gl.arange(0, GROUPS, gl.SliceLayout(0, part))
-    g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, lay))))
-    s = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, lay))))
-    group = step[:, None] * 64 // GROUP + c[None, :]
-    first = (tile.to(gl.int64) * (STEPS * 64 // GROUP) + group)[:, :, None, None] * 32
-    at = SIDES + first + (g[None, None, :, None] * 4 + s[None, None, None, :])
-    live = (step < STEPS)[:, None] & (c >= 0)[None, :]
-    copy(SLOT, at, mask=live[:, :, None, None] & (g >= 0)[None, None, :, None] & (s >= 0)[None, None, None, :])

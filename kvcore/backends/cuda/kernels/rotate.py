@@ -52,13 +52,21 @@ def rotate(x, y, MATRIX, column, first: tl.constexpr, last: tl.constexpr, D: tl.
     y float32 [rows, columns] holds the output coordinates from ``column`` on; those beyond D stay as they are.
     MATRIX is one layer of `rotation_matrices` for x's dtype.
     """
-    d = first + tl.arange(0, x.shape[1])
-    j = column + tl.arange(0, y.shape[1])
-    inside = (d < last)[:, None] & (j < D)[None, :]
     for term in tl.static_range(TERMS):
-        matrix = tl.load(MATRIX + (term * D + d[:, None]) * D + j[None, :], mask=inside, other=0.0)
-        y = exact_product(x, matrix, y)
+        y = exact_product(x, rotation_part(MATRIX, column, first, x.shape[1], last, D, term, COLUMNS=y.shape[1]), y)
     return y
+
+
+@triton.jit
+def rotation_part(
+    MATRIX, column, first: tl.constexpr, COUNT: tl.constexpr, last: tl.constexpr, D: tl.constexpr, term: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A term's rows ``first`` .. ``first`` + COUNT, zeros from ``last`` on, and COLUMNS columns of it."""
+    d = first + tl.arange(0, COUNT)
+    j = column + tl.arange(0, COLUMNS)
+    inside = (d < last)[:, None] & (j < D)[None, :]
+    return tl.load(MATRIX + (term * D + d[:, None]) * D + j[None, :], mask=inside, other=0.0)
 
 
 @triton.jit

@@ -270,11 +270,13 @@ def bench_metal(session: nox.Session) -> None:
 @nox.session(name="bench-cuda", venv_backend="none")
 def bench_cuda(session: nox.Session) -> None:
     """The fused kernels on an NVIDIA GPU, with the torch of the interpreter that runs nox: attention beside torch,
-    then append and fold, then a decode step inside transformers, where it is installed. Arguments go to the first."""
+    append and fold, linear layers, decode, then a step inside transformers, where it is installed. Arguments go to the
+    first."""
     require_cuda(session)
     python = prepare(session, extras=("cuda", "bench"))
     session.run(python, "-m", "kvcore", "bench", "attention", *session.posargs)
     session.run(python, "-m", "kvcore", "bench", "cache")
+    session.run(python, "-m", "kvcore", "bench", "linear")
     session.run(python, "-m", "kvcore", "bench", "decode", "--backend", "cuda", "--random-model", "llama-3.1-8b-4bit")
     if _installed("transformers"):
         session.run(python, "-m", "kvcore", "bench", "transformers")

@@ -21,6 +21,7 @@ from kvcore.cli.options import (
     ExportOptions,
     GenerateBenchOptions,
     LifeOptions,
+    LinearBenchOptions,
     ModelOption,
     ModeOptions,
     ParallelOptions,
@@ -283,6 +284,16 @@ def bench_cache(bench: BenchOptions, options: CacheBenchOptions, common: CommonO
     run(bench, options, common)
 
 
+def bench_linear(options: LinearBenchOptions, common: CommonOptions) -> None:
+    """Time the linear layers of a decode step beside torch's int4 product and cuBLAS.
+
+    Needs an NVIDIA GPU. Weights are synthetic; results are checked against float64 before they are timed.
+    """
+    from kvcore.cli.bench import bench_linear as run
+
+    run(options, common)
+
+
 def bench_serve(options: ServeBenchOptions, common: CommonOptions) -> None:
     """Put a load on a server and time its answers.
 
@@ -329,6 +340,7 @@ add_command(bench, "decode", bench_decode)
 add_command(bench, "rates", bench_rates)
 add_command(bench, "attention", bench_attention)
 add_command(bench, "cache", bench_cache)
+add_command(bench, "linear", bench_linear)
 add_command(bench, "serve", bench_serve)
 add_command(bench, "transformers", bench_transformers)
 app.add_typer(bench, name="bench")

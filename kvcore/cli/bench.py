@@ -1,4 +1,4 @@
-"""`kvcore bench generate`, `attention` and `cache`."""
+"""`kvcore bench generate`, `rates`, `attention`, `cache`, `linear` and `transformers`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kvcore.cli.options import (
     CacheBenchOptions,
     CommonOptions,
     GenerateBenchOptions,
+    LinearBenchOptions,
     ModelOption,
     ParallelOptions,
     RatesBenchOptions,
@@ -181,6 +182,42 @@ def bench_cache(bench: BenchOptions, options: CacheBenchOptions, common: CommonO
     publish("cache", environment, rows, COLUMNS, bench, common)
 
 
+def bench_linear(options: LinearBenchOptions, common: CommonOptions) -> None:
+    """The products of a decode step, on an NVIDIA GPU."""
+    from kvcore.backends import load_backend
+    from kvcore.bench.random_model import random_checkpoint
+
+    check_positive("--repeats", options.repeats)
+    rows = list(dict.fromkeys(numbers("--rows", options.rows)))
+    checkpoint = random_checkpoint(options.random_model)
+    try:
+        backend = load_backend("cuda")
+    except BackendError as error:
+        why = str(error).removeprefix("backend cuda: ").partition(";")[0]
+        raise BackendError(
+            f"bench linear times CUDA kernels: {why}; run it on a machine with an NVIDIA GPU, or time a whole model "
+            "here with kvcore bench decode"
+        ) from None
+    if backend.fused_ops is None:
+        raise BackendError(
+            f"bench linear: no kernels for {backend.arch}: they need sm_80 or newer, and Triton; time a whole model "
+            "here with kvcore bench decode"
+        )
+
+    from kvcore.bench.linear import COLUMNS, run
+
+    found, peers = run(checkpoint, rows, repeats=max(options.repeats, 11), progress=note)
+    environment = {
+        **describe(backend),
+        "model": options.random_model,
+        "warm-up": "three replays of each graph",
+        "data": "normal, seed 0",
+        **peers,
+        "configs": "warps x tiles x chunks + turns ahead",
+    }
+    publish("linear", environment, found, COLUMNS, options, common)
+
+
 def bench_transformers(bench: BenchOptions, options: TransformersBenchOptions, common: CommonOptions) -> None:
     """A decode step of a random llama in transformers, cache by cache."""
     modes = modes_of(bench.modes)
@@ -211,7 +248,7 @@ def publish(
     environment: Mapping[str, str],
     rows: Sequence[dict[str, Any]],
     columns: Sequence[str],
-    bench: BenchOptions,
+    bench: BenchOptions | LinearBenchOptions,
     common: CommonOptions,
     plot: Callable[[Sequence[dict[str, Any]], str], None] | None = None,
 ) -> None:

@@ -347,6 +347,21 @@ class CacheBenchOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearBenchOptions:
+    random_model: Annotated[
+        str,
+        flag("--random-model", "llama-3.1-8b-4bit, llama-3.1-8b-bf16 or llama-3.2-1b-4bit.", metavar="NAME"),
+    ] = "llama-3.1-8b-4bit"
+    rows: Annotated[str, flag("--rows", "Rows of a product, comma-separated, at most 128.", metavar="LIST")] = (
+        "1,2,4,8,16"
+    )
+    repeats: Annotated[int, flag("--repeats", "Timed runs of each row.")] = 21
+    out: Annotated[str | None, flag("--out", "Folder for the Markdown, JSON lines and CSV files.", metavar="DIR")] = (
+        None
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersBenchOptions:
     layers: Annotated[int, flag("--layers", "Layers of the random model.", min=1)] = 4
     context: Annotated[int, flag("--context", "Tokens of the prompt.", min=1)] = 32768

@@ -214,7 +214,8 @@ def _launch(
         x if bias is None else bias, x if added is None else added, y, n, 0.0 if norm is None else norm[1],
         M=weight.out, K=weight.inputs, GROUP=weight.group, BITS=weight.bits, NP=8 if n <= 8 else 16,
         W=config.warps, TILES=config.tiles, COUNT=config.chunks, AHEAD=config.ahead,
-        NORMED=norm is not None, BIASED=bias is not None, ADD=added is not None, GATED=weight.gated, num_warps=config.warps, **overlap_options(x.device),
+        NORMED=norm is not None, BIASED=bias is not None, ADD=added is not None, GATED=weight.gated,
+        num_warps=config.warps, **overlap_options(x.device),
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ COLUMNS = (
     "decode_ms", "decode_ms_p10", "decode_ms_p90", "tokens_per_s", "ratio_to_fp16", "floor_percent", "kv_bytes",
     "peak_bytes",
 )  # fmt: skip
+PEER_TOKENS, PEER_PROMPT = 32, 32768  # steps that another library's loop is timed for, and its longest prompt
 SETTLE = 4  # tokens after which steps are compiled and captured; their times are left out
 
 
@@ -74,9 +75,9 @@ class Subject:
         )
         return make_cache(self.backend, spec, kernels=self.kernels, registry=self.registry)
 
-    def weight_bytes(self) -> float:
-        """Read by one step."""
-        return ModelShape.from_config(self.config).streamed_weights * self.bits_per_weight / 8
+    def weight_bytes(self, bits: float | None = None) -> float:
+        """Read by one step, of ``bits`` each or as many as here."""
+        return ModelShape.from_config(self.config).streamed_weights * (bits or self.bits_per_weight) / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,20 @@ class Settings:
     fill: str = "real"
     prefill_step: int = 2048
     bandwidth: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What another library's own loop took: one prompt, and ``intervals`` between the tokens after it, in seconds."""
+
+    kernels: str
+    step: str
+    dtype: str
+    prefill_seconds: float
+    intervals: Sequence[float]
+    kv_bytes: int  # of the prompt
+    weight_bits: float
+    peak_bytes: int | None
 
 
 @dataclass(slots=True)
@@ -252,6 +267,75 @@ def _row(subject: Subject, settings: Settings, each: _Run, tokens: int, base: _R
         floor = (subject.weight_bytes() + stats.kv_bytes) / settings.bandwidth
         row["floor_percent"] = 100 * floor / middle
     return row
+
+
+def with_peer(
+    subject: Subject,
+    settings: Settings,
+    rows: Sequence[dict[str, Any]],
+    name: str,
+    measure: Callable[[int, int, int], Measured],
+    note: Callable[[str], None],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """``rows``, and at the end of each length one of another library's fp16 cache; and why there is none where
+    ``measure(tokens, batch, steps)`` fails or the prompt is too long."""
+    found: list[dict[str, Any]] = []
+    absent: list[str] = []
+    for tokens in settings.prompt_tokens:
+        mine = [row for row in rows if row["prompt_tokens"] == tokens]
+        found += mine
+        if tokens > PEER_PROMPT:
+            absent.append(f"no row for {tokens} tokens, more than {PEER_PROMPT}")
+            note(f"{name}: {absent[-1]}")
+            continue
+        note(f"{subject.name}, {settings.batch} x {tokens} tokens, {name}")
+        count = min(settings.max_tokens, PEER_TOKENS)
+        try:
+            measured = measure(tokens, settings.batch, count)
+        except Exception as error:  # the other rows stay
+            words = (str(error).splitlines() or [""])[0]
+            absent.append(f"no row for {tokens} tokens, {type(error).__name__}: {words}")
+            note(f"{name}: {absent[-1]}")
+            continue
+        base = next((row for row in mine if row["mode"] == "fp16"), None)
+        found.append(_peer_row(subject, settings, tokens, name, measured, base))
+    return found, absent
+
+
+def _peer_row(
+    subject: Subject, settings: Settings, tokens: int, name: str, measured: Measured, base: dict[str, Any] | None
+) -> dict[str, Any]:
+    steps = list(measured.intervals)
+    middle, tenths = median(steps), quantiles(steps, n=10) if len(steps) > 1 else [steps[0]] * 9
+    floor = None
+    if settings.bandwidth is not None:
+        floor = (subject.weight_bytes(measured.weight_bits) + measured.kv_bytes) / settings.bandwidth
+    return {
+        "model": subject.name,
+        "mode": f"fp16 ({name})",
+        "effective_mode": "fp16",
+        "kernels": measured.kernels,
+        "step": measured.step,
+        "dtype": measured.dtype,
+        "prompt_tokens": tokens,
+        "batch": settings.batch,
+        "fill": "real",
+        "new_tokens": len(steps),
+        "repeats": 1,
+        "prefill_tokens_per_s": settings.batch * tokens / measured.prefill_seconds,
+        "ttft_ms": 1e3 * measured.prefill_seconds,
+        "decode_ms": 1e3 * middle,
+        "decode_ms_p10": 1e3 * tenths[0],
+        "decode_ms_p90": 1e3 * tenths[-1],
+        "tokens_per_s": settings.batch / middle,
+        "ratio_to_fp16": None if base is None else base["decode_ms"] / (1e3 * middle),
+        "floor_percent": None if floor is None else 100 * floor / middle,
+        "kv_bytes": measured.kv_bytes,
+        "kv_bytes_raw": measured.kv_bytes,
+        "rows_raw": tokens,
+        "rows_folded": 0,
+        "peak_bytes": measured.peak_bytes,
+    }
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from kvcore.bench.environment import describe
 from kvcore.cli.bench import check_positive, modes_of, numbers, publish
@@ -25,7 +27,7 @@ def bench_decode(
     common: CommonOptions,
 ) -> None:
     """Decode of a whole model at long contexts, mode by mode."""
-    from kvcore.bench.decode import COLUMNS, Settings, plot, run
+    from kvcore.bench.decode import COLUMNS, Settings, plot, run, with_peer
 
     modes = modes_of(bench.modes)
     lengths = numbers("--prompt-tokens", options.prompt_tokens)
@@ -38,7 +40,10 @@ def bench_decode(
         check_positive(name, number)
     if options.fill not in ("real", "random"):
         raise InputError(f"--fill {options.fill}: choose real or random")
+    if options.peer not in ("none", "transformers"):
+        raise InputError(f"--peer {options.peer}: choose none or transformers")
     subject = _subject(model, options.random_model, backend, max(lengths), options.max_tokens)
+    made = None if options.peer == "none" else _peer(subject)
     settings = Settings(
         modes,
         lengths,
@@ -50,8 +55,13 @@ def bench_decode(
         bandwidth=_bandwidth(subject.backend),
     )
     rows = run(subject, settings, note)
+    peer = {}
+    if made is not None:
+        theirs = cache(lambda: made.Peer(subject.config, subject.backend.device))
+        rows, absent = with_peer(subject, settings, rows, options.peer, lambda *what: theirs().measure(*what), note)
+        peer = {"peer": "; ".join([f"{options.peer} {made.RELEASE}, bf16 weights", *absent])}
     measured = "none" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.2f} TB/s"
-    environment = {**describe(subject.backend), "model": subject.name, "seed": "0", "read ceiling": measured}
+    environment = {**describe(subject.backend), "model": subject.name, "seed": "0", "read ceiling": measured, **peer}
     publish("decode", environment, rows, COLUMNS, bench, common, plot)
 
 
@@ -86,6 +96,16 @@ def _subject(model: ModelOption, random_model: str | None, options: BackendOptio
     return Subject.random(
         backend, checkpoint, random_model, dtype=resolve_dtype(options.dtype), kernels=options.kernels
     )
+
+
+def _peer(subject: Subject) -> Any:
+    """The module that times transformers, before anything else takes time."""
+    if subject.backend.name != "cuda":
+        raise InputError(
+            "--peer transformers runs on torch: use --backend cuda, with --device cpu where there is no GPU"
+        )
+    # Integrations are plugins that nothing imports: this one is found by its name, when it is asked for.
+    return import_module("kvcore.integrations.transformers.peer")
 
 
 def _bandwidth(backend: Backend) -> float | None:

@@ -11,6 +11,8 @@ from outcome import Cli
 from tiny import write_tiny_llama
 from tiny_tokenizer import write_tiny_tokenizer
 
+import kvcore
+from kvcore.bench import decode
 from kvcore.bench.random_model import MODELS, random_checkpoint
 from kvcore.weights.types import AffineWeight
 
@@ -54,11 +56,73 @@ def test_rows_of_both_modes_at_each_length(cli: Cli, tiny: Path, fill: str, tmp_
         (["--random-model", "gpt-5"], "unknown random model 'gpt-5': choose one of llama-3.1-8b-4bit"),
         (["--random-model", "smollm2-135m", "--model", "x"], "--model x and --random-model smollm2-135m: choose one"),
         (["--batch", "0"], "--batch 0: must be 1 or more"),
+        (["--peer", "vllm"], "--peer vllm: choose none or transformers"),
+        (
+            ["--peer", "transformers", "--prompt-tokens", "40"],
+            "--peer transformers runs on torch: use --backend cuda, with --device cpu",
+        ),
         (["--random-model", "smollm2-135m", "--prompt-tokens", "8192", "--modes", "int8"], "context holds 8192 tokens"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(cli: Cli, args: list[str], message: str) -> None:
     assert message in cli("bench", "decode", "--backend", "reference", *args).refused()
+
+
+@pytest.fixture
+def subject(tiny: Path) -> decode.Subject:
+    return decode.Subject.of(kvcore.load(tiny, backend="reference"))
+
+
+def measured(tokens: int, batch: int, steps: int) -> decode.Measured:
+    """10 ms a step, of which memory takes half where it gives as much as `Settings` of the test say."""
+    if tokens == 50:
+        raise RuntimeError("out of memory\nand more")
+    return decode.Measured("theirs", "their loop", "bfloat16", 0.5, [0.01] * steps, 1000 * tokens * batch, 16.0, 7)
+
+
+def test_a_peer_s_row_follows_those_of_its_length(subject: decode.Subject) -> None:
+    settings = decode.Settings(["fp16"], [40, 50, 40000], batch=2, max_tokens=99, bandwidth=1e6)
+    ours = [{"mode": "fp16", "prompt_tokens": tokens, "decode_ms": 5.0} for tokens in settings.prompt_tokens]
+    said: list[str] = []
+    rows, absent = decode.with_peer(subject, settings, ours, "transformers", measured, said.append)
+    assert [(row["prompt_tokens"], row["mode"]) for row in rows] == [
+        (40, "fp16"), (40, "fp16 (transformers)"), (50, "fp16"), (40000, "fp16"),
+    ]  # fmt: skip
+    assert absent == ["no row for 50 tokens, RuntimeError: out of memory", "no row for 40000 tokens, more than 32768"]
+    assert {f"transformers: {words}" for words in absent} < set(said)
+    row = rows[1]
+    assert set(decode.COLUMNS) <= set(row)
+    assert (row["effective_mode"], row["kernels"], row["step"], row["dtype"]) == (
+        "fp16", "theirs", "their loop", "bfloat16",
+    )  # fmt: skip
+    assert (row["new_tokens"], row["kv_bytes"], row["peak_bytes"], row["fill"]) == (32, 80000, 7, "real")
+    assert (row["prefill_tokens_per_s"], row["ttft_ms"]) == (160, 500)
+    assert (row["decode_ms"], row["tokens_per_s"], row["ratio_to_fp16"]) == pytest.approx((10, 200, 0.5))
+    weights = subject.weight_bytes(16.0)
+    assert weights == subject.weight_bytes() / 2  # the subject computes in float32
+    assert row["floor_percent"] == pytest.approx(100 * (weights + 80000) / 1e6 / 0.01)
+
+
+@pytest.mark.xdist_group("transformers")
+def test_transformers_own_loop_on_the_same_shape(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    args = ["--modes", "fp16", "--prompt-tokens", "40,70", "--max-tokens", 3, "--repeats", 1, "--batch", 2]
+    outcome = cli(
+        "bench", "decode", "--backend", "cuda", "--device", "cpu", "--model", tiny, *args, "--peer", "transformers",
+        "--out", tmp_path, "--json",
+    )  # fmt: skip
+    rows = outcome.json["rows"]
+    assert [row["mode"] for row in rows] == ["fp16", "fp16 (transformers)"] * 2
+    assert outcome.json["environment"]["peer"].endswith(", bf16 weights")
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+        assert theirs["kernels"] == "transformers DynamicCache, sdpa, bf16 weights"
+        assert theirs["step"] == "transformers generate"
+        assert (theirs["new_tokens"], theirs["prompt_tokens"]) == (3, ours["prompt_tokens"])
+        assert theirs["kv_bytes"] == ours["kv_bytes"] / 2  # ours are in float32
+        assert theirs["decode_ms"] > 0 < theirs["prefill_tokens_per_s"]
+        assert theirs["ratio_to_fp16"] == pytest.approx(ours["decode_ms"] / theirs["decode_ms"])
+    assert "fp16 (transformers)" in (tmp_path / "decode.csv").read_text()
 
 
 @pytest.mark.parametrize("name", MODELS)

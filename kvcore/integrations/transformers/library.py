@@ -29,6 +29,7 @@ __all__ = [
     "DynamicSlidingWindowLayer",
     "cache_argument",
     "layers_for",
+    "llama_of",
     "random_llama",
     "rows_to_remove",
     "sdpa_attention_forward",
@@ -65,21 +66,27 @@ def random_llama(
 ) -> Any:
     """A seeded llama in evaluation mode, made where it runs. ``heads``: query heads, KV heads, head size; the MLP has
     3.5 times the hidden size, as llama-3.1-8b's."""
+    hidden = heads[0] * heads[2]
+    settings = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 7 // 2,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": heads[2],
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+    }
+    return llama_of(settings, dtype, device)
+
+
+def llama_of(settings: dict[str, Any], dtype: Any, device: str) -> Any:
+    """A llama of these settings of its configuration with random weights, in evaluation mode."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    hidden = heads[0] * heads[2]
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=hidden * 7 // 2,
-        num_hidden_layers=layers,
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-        head_dim=heads[2],
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-    )
+    config = LlamaConfig(**settings)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -310,7 +310,7 @@ class DecodeBenchOptions:
     fill: Annotated[
         str, flag("--fill", "real runs the prompt; random draws its rows of K and V instead.", metavar="HOW")
     ] = "real"
-    prefill_step_size: Annotated[int, flag("--prefill-step-size", "Tokens of the prompt that run at once.")] = 2048
+    prefill_step_size: Annotated[int, flag("--prefill-step-size", "Tokens of the prompt that run at once.")] = 4096
     peer: Annotated[
         str,
         flag("--peer", "none, or transformers: its generate loop on a bf16 model of the same shape.", metavar="NAME"),

@@ -22,9 +22,12 @@ import kvcore.backends.cuda.gpu
 from kvcore.backends.cuda.attend import Pages, VRotation, attend_pages, choose_config
 from kvcore.backends.cuda.kernels.append import append, rope_angles
 from kvcore.backends.cuda.kernels.fold import Fold
+from kvcore.backends.cuda.kernels.gate import gate_rows
 from kvcore.backends.cuda.kernels.gather import Source, gather
+from kvcore.backends.cuda.kernels.pick import likeliest
 from kvcore.backends.cuda.kernels.rotate import rotation_matrices
 from kvcore.backends.cuda.linear import WeightTiles, linear_tiles
+from kvcore.backends.cuda.linear import choose_config as choose_linear
 from kvcore.layout import CODECS
 from kvcore.modes import MODES
 
@@ -121,6 +124,15 @@ def _is_split(linear: str, axis: int, sliced: list[int]) -> bool:
     return bool(lanes) and (any(basis[axis] for basis in warp) or lanes[-1] - lanes[0] >= len(lanes))
 
 
+# bits, rows, tiles, chunks: each launch shape that `linear.choose_config` takes
+LINEAR_SHAPES = [
+    (bits, rows, tiles, chunks)
+    for bits in (4, 8, 16)
+    for rows in (1, 16)
+    for tiles, chunks in ((8016, 64), (1792, 64), (384, 64), (256, 64), (256, 224))
+]
+
+
 class TargetOnly:
     """What Triton asks of a driver before it launches."""
 
@@ -214,6 +226,28 @@ def linear(rows: int, bits: int, group: int, dtype: str, normed: bool, gated: bo
     tiles.rows(torch.zeros(1, dtype=torch.int32))
 
 
+def linear_shapes() -> None:
+    """Each launch shape once."""
+    done = set()
+    for bits, rows, tiles, chunks in LINEAR_SHAPES:
+        codes = torch.empty(1, dtype=torch.int32).expand(tiles, chunks, 32 * bits)
+        weight = WeightTiles(codes, codes, torch.float16, 16 * tiles, 64 * chunks, bits, 64)
+        config = choose_linear(weight, rows, PROCESSORS)
+        if (bits, rows, config) not in done:
+            done.add((bits, rows, config))
+            kind = torch.float16 if bits == 16 else torch.int32
+            codes = torch.empty(8, 64, 1024 if bits == 16 else 32 * bits, dtype=kind)
+            sides = None if bits == 16 else torch.empty(8, 64, 8, 4, dtype=torch.float16)
+            x = torch.empty(rows, 4096, dtype=torch.float16)
+            weight = WeightTiles(codes, sides, torch.float16, 128, 4096, bits, 64 if sides is not None else 4096)
+            linear_tiles(x, weight, norm=(x[0], 1e-5), config=config)
+
+
+def small() -> None:
+    likeliest(torch.empty(2, 32000))
+    gate_rows(torch.empty(2, 4096, dtype=torch.float16))
+
+
 def main(arch: int) -> None:
     kvcore.backends.cuda.gpu.capability = lambda device: divmod(arch, 10)
     driver.set_active(TargetOnly(arch))
@@ -225,6 +259,8 @@ def main(arch: int) -> None:
         (gather_rows, GATHERS),
         (attend, ATTENDS),
         (linear, LINEARS),
+        (linear_shapes, [()]),
+        (small, [()]),
     ):
         for case in cases:
             launch(*case)

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the package torch is not installed")
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from kvcore.backends.cuda.kernels.gate import gate_rows
 from kvcore.backends.cuda.linear import LinearConfig, WeightTiles, linear_tiles, reasons_against
 from kvcore.errors import UnsupportedError
 from kvcore.weights.affine import pack
@@ -175,3 +176,9 @@ def test_a_gated_activation_with_biases(device: str) -> None:
     y = linear_tiles(x, tiles, bias=bias, out_dtype=torch.float32, config=LinearConfig(2, 2, 1))
     both = x.double().cpu().numpy() @ tiles.rows(None, torch.float64).cpu().numpy().T + bias.double().cpu().numpy()
     assert relative(y, silu(both[:, :24]) * both[:, 24:]) < 1e-5
+
+
+def test_a_gate_over_many_rows(device: str) -> None:
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 3, 4100)) * 4).to(device, torch.float16)
+    gate, up = x.double().cpu().numpy()[..., :2050], x.double().cpu().numpy()[..., 2050:]
+    assert relative(gate_rows(x), silu(gate) * up) < 1e-3

@@ -11,6 +11,7 @@ from triton_device import DEVICE
 
 torch = pytest.importorskip("torch", reason="the package torch is not installed")
 
+from kvcore.backends.cuda.kernels.pick import likeliest
 from kvcore.backends.cuda.sample import DeviceSampler, Draw
 from kvcore.sampling import Sampler, SamplingParams
 
@@ -83,3 +84,16 @@ def test_logits_that_are_not_finite_give_no_token(bad: float) -> None:
 
 def test_settings_have_the_host_s_names() -> None:
     assert set(asdict(Draw(0.0))) < set(asdict(SamplingParams()))
+
+
+def test_the_likeliest_token_is_the_first_of_equals(device: str) -> None:
+    """Rows longer and shorter than a block; a NaN or a positive infinity anywhere gives -1, a negative one is a ban."""
+    logits = torch.from_numpy(np.random.default_rng(0).standard_normal((6, 5000)).astype(np.float32))
+    logits[1, [4000, 17, 4999]] = 9.0
+    logits[2, 3] = float("nan")
+    logits[3, 4998] = float("inf")
+    logits[4, :4999] = -float("inf")
+    logits[5] = -float("inf")
+    got = likeliest(logits.to(device)).cpu().tolist()
+    assert got == [int(logits[0].argmax()), 17, -1, -1, 4999, -1]
+    assert likeliest(logits[:2, :7].to(device)).cpu().tolist() == logits[:2, :7].argmax(-1).tolist()

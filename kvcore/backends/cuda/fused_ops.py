@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvcore.backends.cuda.kernels.gate import gate_rows
 from kvcore.backends.cuda.linear import (
     FEW_ROWS,
     WeightTiles,
@@ -77,8 +78,7 @@ class FusedOps(TorchOps):
             return super().gated(x, weight, norm=norm, bias=bias)
         if _few(x):
             return linear_tiles(x, weight, norm=norm, bias=bias)
-        gate, up = self._dense(x, weight, norm, bias).split(weight.out, -1)
-        return F.silu(gate).mul_(up)
+        return gate_rows(self._dense(x, weight, norm, bias))
 
     def embed(self, ids: Tensor, weight: Any) -> Tensor:
         return weight.rows(ids) if isinstance(weight, WeightTiles) else super().embed(ids, weight)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcore.backends.cuda.kernels.pick import likeliest
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -53,8 +55,10 @@ class DeviceSampler:
     def __call__(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """``logits`` float32 [B, vocab], ``uniform`` float32 [B] in [0, 1) -> ids int32 [B], -1 where logits are not
         finite."""
+        if not self.random and self._seen is None and logits.is_cuda:
+            return likeliest(logits)
         scores = self._penalized(logits)
-        best, token = _best(scores)
+        best, token = scores.max(-1)
         if self.random:
             drawn = self._draw((scores - best[:, None]) / self._temperature, uniform)
             token = torch.where(self._greedy, token, drawn)
@@ -92,12 +96,3 @@ class DeviceSampler:
         last = scores.shape[1] - 1 - (probs > 0).flip(-1).to(torch.int32).argmax(-1)
         index = torch.minimum(index, last)
         return index if order is None else order.gather(1, index[:, None])[:, 0]
-
-
-def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest score of each row and its id. In two steps: a GPU gives a row to one of its processors."""
-    rows, vocab = scores.shape
-    parts = next(n for n in (128, 96, 64, 48, 32, 16, 1) if vocab % n == 0)
-    best, inner = scores.reshape(rows, parts, -1).max(-1)
-    top, part = best.max(-1)
-    return top, part * (vocab // parts) + inner.gather(1, part[:, None])[:, 0]

@@ -113,7 +113,7 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     width = 8 if columns <= 8 else 16
     if raw_parts == 2:
         return LaunchConfig(warps, 1, 1, 0, total, width)
-    raw_splits = min(16, max(1, total // 8))  # the newest row is theirs: they start last
+    raw_splits = min(4, max(1, total // 4))
     splits = max(1, min(total, MAX_SPLITS - raw_splits))
     return LaunchConfig(warps, tiles, 1, splits, raw_splits, width, stages, stages)
 

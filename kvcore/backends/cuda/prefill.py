@@ -123,9 +123,7 @@ class _Step:
                 assert self.window is not None
                 band = Band(dense.positions, call.first - self.query_rows, self.window)
             out, lse = _attend_rows(rows, dense, scale, call.causal, band)
-            if dense.unit is not None:
-                out = out.float() * dense.unit[:, :, None, None, None]
-            merged.add(call, out, lse)
+            merged.add(call, out, lse, dense.unit)
 
     def _visible(self, block: Block) -> Iterator[tuple[Call, bool]]:
         """Calls of a block of which the window leaves something, and whether it cuts them."""
@@ -167,36 +165,58 @@ def _by_row(out: Tensor, q: Tensor) -> Tensor:
 
 
 class _Merged:
-    """Partial results of the same queries over different keys, merged in float32 as they come."""
+    """Partial results of the same queries over different keys, merged in float32 as they come. One that stands alone is
+    as it came, to be multiplied by ``unit`` [B, Hkv]."""
 
     def __init__(self, shape: tuple[int, ...], q: Tensor) -> None:
         self.shape = shape  # [B, Hkv, n, group]
         self.q = q
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
+        self.unit: Tensor | None = None
 
-    def add(self, call: Call, out: Tensor, lse: Tensor | None) -> None:
-        """out [B, Hkv, rows, group, D] and lse [B, Hkv, rows, group] of some query rows. A result that stands alone
-        needs no lse, and is not copied."""
+    def add(self, call: Call, out: Tensor, lse: Tensor | None, unit: Tensor | None = None) -> None:
+        """out [B, Hkv, rows, group, D], times ``unit``, and lse [B, Hkv, rows, group] of some query rows. A result that
+        stands alone needs no lse, and is not copied."""
         if self.out is None and (call.first, call.last) == (0, self.shape[2]):
-            self.out, self.lse = out, lse
+            self.out, self.lse, self.unit = out, lse, unit
             return
         if self.out is None:
             self.out = torch.zeros(*self.shape, out.shape[-1], device=out.device)
             self.lse = torch.full(self.shape, LOWEST, device=out.device)
         assert self.lse is not None
         assert lse is not None
-        self.out = self.out.float()
+        self.out = self._whole()
         rows = slice(call.first, call.last)
         before = self.lse[:, :, rows]
-        self.out[:, :, rows].lerp_(out.float(), torch.sigmoid(lse - before)[..., None])
+        self.out[:, :, rows].lerp_(_times(out, unit), torch.sigmoid(lse - before)[..., None])
         self.lse[:, :, rows] = torch.logaddexp(lse, before)
 
     def rotate(self, matrix: Tensor) -> None:
-        if self.out is not None:
-            self.out = self.out.float() @ matrix
+        if self.out is None:
+            return
+        dim = len(matrix)
+        if self.out.dtype != torch.float16 or dim & (dim - 1):
+            self.out = self._whole() @ matrix
+            return
+        # Signs times a power of two are exact in float16, and the product keeps the range of its rows.
+        factor = 2.0 ** -((dim.bit_length()) // 2)
+        self.out = self.out @ (matrix * (dim**0.5 * factor)).half()
+        scale = torch.full(self.shape[:2], dim**-0.5 / factor, device=matrix.device)
+        self.unit = scale if self.unit is None else self.unit * scale
 
     def result(self) -> Tensor:
         if self.out is None:
             return torch.zeros_like(self.q)
-        return self.out.to(self.q.dtype).reshape(self.q.shape)
+        out = self.out if self.unit is None else self._whole()
+        return out.to(self.q.dtype).reshape(self.q.shape)
+
+    def _whole(self) -> Tensor:
+        assert self.out is not None
+        out, self.unit = _times(self.out, self.unit), None
+        return out
+
+
+def _times(out: Tensor, unit: Tensor | None) -> Tensor:
+    """out [B, Hkv, rows, group, D] times ``unit`` [B, Hkv], float32."""
+    return out.float() if unit is None else out * unit[:, :, None, None, None]

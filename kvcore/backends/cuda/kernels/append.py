@@ -77,9 +77,10 @@ def _queries(
     Q, COS, SIN, MATRIX, Q_OUT, Q_PAGES, seq, h, block, column, n, q_seq, q_token, q_head,
     GROUP: tl.constexpr, SHAPE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Some rows (token, head of the group) of one KV head's queries; of their rotation the columns from ``column`` on."""
+    """Some rows (token, head of the group) of one KV head's queries; of their rotation the columns from ``column`` on, or
+    all where one program does them."""
     D: tl.constexpr = SHAPE.head_dim
-    if SHAPE.terms == 1:  # constants: they are loaded while the kernel before still runs
+    if SHAPE.terms == 1 and SHAPE.parts > 1:  # constants: they are loaded while the kernel before still runs
         low = rotation_part(MATRIX, column, 0, SHAPE.half, D // 2, D, 0, COLUMNS=SHAPE.columns)
         high = rotation_part(MATRIX, column, D // 2, SHAPE.half, D, D, 0, COLUMNS=SHAPE.columns)
     HALF: tl.constexpr = SHAPE.half
@@ -97,15 +98,16 @@ def _queries(
     out = ((seq * tl.num_programs(1) + h) * n * GROUP + r) * D
     _store_halves(Q_OUT, out, first, second, valid & (column == 0), D)
     if SHAPE.terms > 0:
-        y = tl.zeros([ROWS, COLUMNS], tl.float32)
-        if SHAPE.terms == 1:
-            y = exact_product(second, high, exact_product(first, low, y))
-        else:
-            y = rotate(first, y, MATRIX, column, 0, D // 2, D, SHAPE.terms)
-            y = rotate(second, y, MATRIX, column, D // 2, D, D, SHAPE.terms)
-        d = column + tl.arange(0, COLUMNS)
-        y = (y * SHAPE.norm).to(Q_PAGES.dtype.element_ty)
-        tl.store(Q_PAGES + out[:, None] + d[None, :], y, mask=valid[:, None] & (d < D)[None, :])
+        for more in range(0, COLUMNS if SHAPE.parts > 1 else D, COLUMNS):
+            y = tl.zeros([ROWS, COLUMNS], tl.float32)
+            if SHAPE.terms == 1 and SHAPE.parts > 1:
+                y = exact_product(second, high, exact_product(first, low, y))
+            else:
+                y = rotate(first, y, MATRIX, column + more, 0, D // 2, D, SHAPE.terms)
+                y = rotate(second, y, MATRIX, column + more, D // 2, D, D, SHAPE.terms)
+            d = column + more + tl.arange(0, COLUMNS)
+            y = (y * SHAPE.norm).to(Q_PAGES.dtype.element_ty)
+            tl.store(Q_PAGES + out[:, None] + d[None, :], y, mask=valid[:, None] & (d < D)[None, :])
     elif SHAPE.q_pages:
         dtype = Q_PAGES.dtype.element_ty
         _store_halves(Q_PAGES, out, first.to(dtype), second.to(dtype), valid, D)
@@ -155,7 +157,7 @@ def append_kernel(
     """Grid (blocks of query rows times blocks of rotated columns, then blocks of tokens; Hkv; sequences)."""
     h, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
     block = tl.program_id(0)
-    parts: tl.constexpr = (SHAPE.head_dim + SHAPE.columns - 1) // SHAPE.columns if SHAPE.terms > 0 else 1
+    parts: tl.constexpr = SHAPE.parts
     q_blocks = (n * GROUP + SHAPE.q_rows - 1) // SHAPE.q_rows * parts
     if block < q_blocks:
         column = block % parts * SHAPE.columns
@@ -172,7 +174,8 @@ def append_kernel(
 
 @dataclass(frozen=True, slots=True)
 class AppendShape:
-    """What `append_kernel` is compiled for. ``terms`` of the rotation of K, 0 where folded K is not rotated."""
+    """What `append_kernel` is compiled for. ``terms`` of the rotation of K, 0 where folded K is not rotated; its columns
+    are shared by ``parts`` programs, ``columns`` at a time."""
 
     head_dim: int
     half: int
@@ -181,6 +184,7 @@ class AppendShape:
     q_rows: int
     kv_rows: int
     columns: int
+    parts: int
     terms: int
     norm: float
     rope: bool
@@ -231,6 +235,8 @@ def append(
     group = q_heads // heads
     padded = triton.next_power_of_2(dim)
     limit = max(16, 4096 // padded)
+    few = n * group <= 16  # which take many small programs
+    columns = min(32 if few else 64, padded)
     shape = AppendShape(
         head_dim=dim,
         half=max(16, padded // 2),  # tensor cores take 16 coordinates or more
@@ -238,7 +244,8 @@ def append(
         v_padded=triton.next_power_of_2(v_dim),
         q_rows=min(limit, max(16, triton.next_power_of_2(n * group))),
         kv_rows=min(limit, triton.next_power_of_2(n)),
-        columns=min(32 if n * group <= 16 else 64, padded),  # few rows take many small programs
+        columns=columns,
+        parts=triton.cdiv(dim, columns) if few and k_matrix is not None else 1,
         terms=0 if k_matrix is None else k_matrix.shape[0],
         norm=dim**-0.5,
         rope=angles is not None,
@@ -246,8 +253,7 @@ def append(
         k_out=k_out is not None,
     )
     cos, sin = (q, q) if angles is None else angles
-    parts = triton.cdiv(dim, shape.columns) if shape.terms else 1
-    blocks = triton.cdiv(n * group, shape.q_rows) * parts + triton.cdiv(n, shape.kv_rows)
+    blocks = triton.cdiv(n * group, shape.q_rows) * shape.parts + triton.cdiv(n, shape.kv_rows)
     append_kernel[(blocks, heads, batch)](
         q,
         k,

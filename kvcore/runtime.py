@@ -13,7 +13,7 @@ import numpy as np
 from kvcore.attention import convert_cache, make_cache, make_pools
 from kvcore.backends import Backend
 from kvcore.cache import Cache, CacheSpec, StepCache
-from kvcore.decoding import token_source
+from kvcore.decoding import GroupTokens, group_tokens, token_source
 from kvcore.errors import InputError
 from kvcore.generate import Generation, TokenSource
 from kvcore.layout import DEFAULT_KEEP, Cap, WindowPolicy, narrower
@@ -137,6 +137,13 @@ class Model:
         if self.leader is None:
             return step()
         return self.leader.step(ids, caches, {"all_logits": all_logits, "row_block": row_block}, step)
+
+    def group_tokens(self, most: int) -> GroupTokens | None:
+        """Steps of up to ``most`` caches with sampling on the device: see `kvcore.decoding.group_tokens`. None where
+        ranks share the model."""
+        if self.leader is not None:
+            return None
+        return group_tokens(self.backend, self.config, self.params, most=most)
 
     def encode(self, prompt: str | Messages | Sequence[int], *, raw: bool = False) -> list[int]:
         """Token ids of a prompt: text goes through the chat template as one user message unless ``raw`` or the model

@@ -10,6 +10,8 @@ import numpy as np
 
 from kvcore.errors import InputError, KvcoreError
 
+NOT_FINITE = "the model's logits are not finite: check its weights, or use a wider --dtype"
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -87,6 +89,7 @@ class Sampler:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self._random = np.random.default_rng(params.seed)
+        self._ahead: float | None = None
 
     def __call__(self, logits: np.ndarray, seen: Sequence[int], generated: Sequence[int] = ()) -> int:
         """``logits`` float [vocab], ``seen`` the ids so far, the last of which were ``generated``. Returns a token id.
@@ -109,14 +112,21 @@ class Sampler:
                 scores[token] += bias
         best = int(np.argmax(scores))
         if not np.isfinite(scores[best]):
-            raise KvcoreError("the model's logits are not finite: check its weights, or use a wider --dtype")
+            raise KvcoreError(NOT_FINITE)
         if p.temperature == 0:
             return best
         return self._draw((scores - scores[best]) / p.temperature)
 
     def uniform(self) -> float:
-        """The number in [0, 1) that the next draw takes."""
-        return float(self._random.random())
+        """The number in [0, 1) that this draw takes."""
+        number, self._ahead = self.ahead(), None
+        return number
+
+    def ahead(self) -> float:
+        """The number that the next draw takes: it stays the next one, whoever asks, until a draw takes it."""
+        if self._ahead is None:
+            self._ahead = float(self._random.random())
+        return self._ahead
 
     def _draw(self, scores: np.ndarray) -> int:
         """By the inverse of the cumulative distribution, over candidates from the likeliest down where they are sorted,

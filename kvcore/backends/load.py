@@ -32,6 +32,8 @@ class Backend:
     ``fused_ops()`` makes the same operations with kernels of the backend's own, None where it has none here.
     ``make_decoder(storage, run, draws, vocab, seen, begin=, commit=, uniform=, windows=, graph=)`` makes what decodes
     over that storage with sampling on the device, None where nothing does.
+    ``make_group_decoder(run, inv_freq, vocab, most=)`` makes what steps up to ``most`` sequences of one pool with
+    sampling on the device, None where nothing does.
     ``paged_pools(shape, budget, raw_pages=, make_fold=)`` makes pools for many of them, to be given as ``pools=``.
     ``free_memory`` gives the bytes that are free on a device with memory of its own. ``row_block``: a product of so
     many rows gives a row the same result whatever the other rows are; None where that is not promised.
@@ -50,6 +52,7 @@ class Backend:
     paged_storage: Callable[..., Any] = no_pages
     fused_ops: Callable[[], Ops] | None = None
     make_decoder: Callable[..., Any] | None = None
+    make_group_decoder: Callable[..., Any] | None = None
     paged_pools: Callable[..., Any] = no_pages
     free_memory: Callable[[], int | None] = lambda: None
     row_block: int | None = None

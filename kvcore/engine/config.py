@@ -83,7 +83,8 @@ class EngineStats:
 
     ``prefix_declined``: look-ups whose best match could not be used, and prefixes that could not be kept, by reason.
     ``finished``: requests by finish reason. ``fallbacks``: caches on graph operations where the backend has fused
-    kernels that could not serve them, by reason. ``batching`` says in words what a step computes together.
+    kernels that could not serve them, by reason. ``batching`` says in words what a step computes together,
+    ``decoding`` how steps of decode run and why not better.
     """
 
     running: int
@@ -104,3 +105,4 @@ class EngineStats:
     listener_errors: int
     batching: str
     healthy: bool
+    decoding: str = ""

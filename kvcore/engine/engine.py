@@ -23,12 +23,11 @@ from kvcore.engine.steps import Stepper, reason_of
 from kvcore.engine.types import FinishReason, Listener, NotReadyError, QueueFullError, Request
 from kvcore.errors import InputError, is_out_of_memory
 from kvcore.runtime import Model
-from kvcore.sampling import Sampler
+from kvcore.sampling import NOT_FINITE, Sampler
 from kvcore.text import Answer
 
 log = logging.getLogger(__name__)
 
-NOT_FINITE = "the model's logits are not finite: check its weights, or use a wider --dtype"
 MAX_FAILURES = 3  # times that a request is run again after memory ran out
 
 
@@ -43,7 +42,7 @@ class Engine:
         self._memory = make_memory(model, config)
         self._limits = Limits(model, config, self._memory)
         self._prefixes = PrefixStore(self._memory, config, lambda: self._running)
-        self._stepper = Stepper(model)
+        self._stepper = Stepper(model, config.max_batch)
         self._wake = threading.Condition()
         self._inbox: list[Running] = []  # submitted and not yet seen by the engine's thread
         self._cancelled: set[str] = set()
@@ -141,6 +140,7 @@ class Engine:
             fallbacks=dict(self._fallbacks),
             listener_errors=self._counts["listener errors"],
             batching=self._memory.words,
+            decoding=self._stepper.words,
             healthy=self._healthy,
         )
 
@@ -205,6 +205,8 @@ class Engine:
         for running, result in zip(batch, self._stepper.decode(batch, ids), strict=True):
             if isinstance(result, Exception):
                 self._failed(running, result)
+            elif isinstance(result, int):
+                self._take(running, result)
             else:
                 self._sample(running, result[-1])
         return True
@@ -256,15 +258,23 @@ class Engine:
         self._tell(running)
 
     def _sample(self, running: Running, logits: np.ndarray) -> None:
-        """The next token of one request, and what it means for its answer. Whatever goes wrong is its own affair."""
+        """The next token of one request. Whatever goes wrong is its own affair."""
         if not np.isfinite(logits).all():
             self._finish(running, "error", error=NOT_FINITE)
             return
         try:
             generated = running.answer.tokens
             token = running.sampler(logits, (*running.prompt, *generated), generated)
+        except Exception as error:
+            self._failed(running, error)
+            return
+        self._take(running, token, logits)
+
+    def _take(self, running: Running, token: int, logits: np.ndarray | None = None) -> None:
+        """What a token means for the request's answer. Without ``logits`` nobody asks for log-probabilities."""
+        try:
             reason, text = running.answer.add(token)
-            if reason != "stop" or token not in self.model.eos_token_ids:
+            if logits is not None and (reason != "stop" or token not in self.model.eos_token_ids):
                 running.note(token, logits)
         except Exception as error:
             self._failed(running, error)

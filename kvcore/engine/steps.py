@@ -1,25 +1,38 @@
-"""Steps of the model over running requests, with each request's logits or its error."""
+"""Steps of the model over running requests, with each request's token, logits or error."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvcore.cache import Cache, CacheGroup, StepCache, group_key
+from kvcore.decoding import GroupTokens
 from kvcore.engine.running import Running
 from kvcore.errors import CapacityError, KvcoreError, is_out_of_memory
 from kvcore.runtime import Model
+from kvcore.sampling import Sampler
+
+log = logging.getLogger(__name__)
 
 Result = np.ndarray | Exception  # float32 [n, vocab]
+Next = int | Result  # a token that was picked on the device
 
 
 class Stepper:
     """Runs chunks of prompts one by one, and the newest tokens of all decoding sequences together."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, most: int) -> None:
+        """Of up to ``most`` decoding sequences."""
         self._model = model
         self._block = model.backend.row_block
+        self._tokens = model.group_tokens(most)
+
+    @property
+    def words(self) -> str:
+        """How decode steps run."""
+        return "launched one by one, sampling on the host" if self._tokens is None else self._tokens.words
 
     def prefill(self, running: Running, ids: np.ndarray, *, all_logits: bool) -> Result:
         """``ids`` int32 [1, n] of one sequence. A call of its own, so that its result depends on nothing else."""
@@ -27,13 +40,46 @@ class Stepper:
         (result,) = self._run([running.cache], [ids], all_logits=all_logits, block=None)
         return result
 
-    def decode(self, batch: Sequence[Running], ids: Sequence[np.ndarray]) -> list[Result]:
-        """One token of each sequence; where the step as a whole fails, each is tried alone."""
+    def decode(self, batch: Sequence[Running], ids: Sequence[np.ndarray]) -> list[Next]:
+        """One step of each sequence, ``ids`` int32 [1, 1]: its next token where that is picked on the device, else its
+        logits [1, vocab], which stay until the next step. Where the step as a whole fails, each is tried alone."""
         caches = [running.cache for running in batch if running.cache is not None]
-        together = _groups(caches)
+        results: list[Next] = [CapacityError("the step was lost")] * len(caches)
+        left: list[list[int]] = []
+        for rows in _groups(caches):
+            if self._tokens is None or group_key(caches[rows[0]]) is None:
+                left.append(rows)
+                continue
+            samplers = [self._sampler(self._tokens, batch[row]) for row in rows]
+            try:
+                self._tokens.launch([caches[row] for row in rows], [int(ids[row][0, 0]) for row in rows], samplers)
+            except Exception as error:  # nothing has changed in any of them
+                if not isinstance(error, KvcoreError) and not is_out_of_memory(error):
+                    log.warning("a step of %d sequences failed; each is tried alone", len(rows), exc_info=True)
+                left += [[row] for row in rows]
+                continue
+            try:
+                found: Sequence[Next] = self._tokens.read()
+            except Exception as error:  # rows may be lost: all of them are run again
+                found = [CapacityError(f"the step was lost ({reason_of(error)})") for _ in rows]
+            for row, result in zip(rows, found, strict=True):
+                results[row] = result
+        if left:
+            self._decode(caches, ids, left, results)
+        return results
+
+    @staticmethod
+    def _sampler(tokens: GroupTokens, running: Running) -> Sampler | None:
+        """Where tokens can be picked on the device, and nobody asks for log-probabilities."""
+        sampler = running.sampler
+        return sampler if running.request.logprobs is None and tokens.takes(sampler.params) else None
+
+    def _decode(
+        self, caches: Sequence[Cache], ids: Sequence[np.ndarray], together: list[list[int]], results: list[Next]
+    ) -> None:
+        """Logits of each sequence into ``results``."""
         units = [caches[rows[0]] if len(rows) == 1 else CacheGroup([caches[row] for row in rows]) for rows in together]
         joined = [np.concatenate([ids[row] for row in rows]) for rows in together]
-        results: list[Result] = [CapacityError("the step was lost")] * len(caches)
         for rows, result in zip(together, self._run(units, joined, all_logits=False, block=self._block), strict=True):
             for at, row in enumerate(rows):
                 if not isinstance(result, Exception):
@@ -42,7 +88,6 @@ class Stepper:
                     results[row] = result
                 else:  # what went wrong for one of them, and nothing has changed in any
                     (results[row],) = self._run([caches[row]], [ids[row]], all_logits=False, block=self._block)
-        return results
 
     def _run(
         self, caches: Sequence[StepCache], ids: Sequence[np.ndarray], *, all_logits: bool, block: int | None

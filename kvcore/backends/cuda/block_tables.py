@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count as numbers
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ __all__ = ["NEVER", "BlockTables", "Needs"]
 
 _TABLES = ("table", "ranges", "raw_table", "raw_ranges")
 _STATE = ("lengths", "folded", "positions", "sinks", "sink_pages", "fold_at")
+_STAMPS = numbers(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class BlockTables:
         self.table, self.ranges, self.raw_table, self.raw_ranges = device.unbind()
         self._unwritten = set(range(len(self._rows)))  # rows of the tables that the host's arrays do not have yet
         self._changed = set(self._unwritten)  # nor the device's
+        self.stamp = next(_STAMPS)  # a number of its own for all that a table has been
 
     def length(self, row: int) -> int:
         """Live rows of the sequence."""
@@ -142,6 +145,16 @@ class BlockTables:
             if raw or copies or native:
                 self._mark(row)
 
+    def extend_within(self, row: int) -> bool:
+        """Room for one new row on the sequence's open page, where that is all it takes; else False, and no room."""
+        sequence = self._rows[row]
+        if not sequence.room or self._raw.references(sequence.raw[-1].page) > 1:
+            return False
+        if self._due_after(sequence, 1) > len(sequence.coming):
+            return False
+        sequence.add(1, ())
+        return True
+
     def _needs(self, sequence: PagedRows, count: int) -> tuple[int, int, int]:
         """Raw pages, copies of a shared raw page, and native pages that ``count`` more rows take."""
         raw = -(-max(0, count - sequence.room) // PAGE)
@@ -161,17 +174,25 @@ class BlockTables:
         raw = [*(entry.page for entry in sequence.raw), *_sink_pages(sequence)]
         return raw, [*(entry.page for entry in sequence.native), *sequence.coming]
 
-    def host_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tables [4, entries] and the state [6] of the only sequence, int32, as `upload` would write them. The
-        device's own copy stays as old as it is."""
+    def host_table(self) -> np.ndarray:
+        """The tables [4, entries] of the only sequence, int32, as `upload` would write them; they change where ``stamp``
+        does. The device's own copy stays as old as it is."""
         self._write_tables()
-        self._write_state()
-        return self._host_tables[:, 0], self._host_state[:, 0]
+        return self._host_tables[:, 0, : self.entries_used]
+
+    @property
+    def entries_used(self) -> int:
+        """Of the longest sequence, those of the step under way included."""
+        return max(max(len(x.native) + len(x.coming), len(x.raw)) for x in self._rows)
+
+    def host_state(self, row: int = 0) -> tuple[int, ...]:
+        """What stands beside the sequence's tables: lengths, folded, positions, sinks, sink_pages, fold_at."""
+        x, (sinks, folded, length) = self._rows[row], self.slots(row)
+        return length, folded, x.position, sinks, x.sink_page or 0, x.fold_at(self._window)
 
     def _write_state(self) -> None:
-        for row, x in enumerate(self._rows):
-            sinks, folded, length = self.slots(row)
-            self._host_state[:, row] = (length, folded, x.position, sinks, x.sink_page or 0, x.fold_at(self._window))
+        for row in range(len(self._rows)):
+            self._host_state[:, row] = self.host_state(row)
 
     def upload(self) -> None:
         """Bring the device's copy up to date: a few small copies on the current stream, which nothing waits for.
@@ -189,6 +210,7 @@ class BlockTables:
     def _mark(self, row: int) -> None:
         self._unwritten.add(row)
         self._changed.add(row)
+        self.stamp = next(_STAMPS)
 
     def _write_tables(self) -> None:
         for row in self._unwritten:

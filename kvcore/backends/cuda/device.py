@@ -45,6 +45,7 @@ def load(device: str | None = None) -> Backend:
         paged_storage=paged_storage_on(f"cuda:{index}"),
         fused_ops=fused_ops_on(f"cuda:{index}") if has_kernels else None,
         make_decoder=make_decoder if has_kernels else None,
+        make_group_decoder=group_decoder_on(f"cuda:{index}") if has_kernels else None,
         paged_pools=paged_pools_on(f"cuda:{index}"),
         free_memory=lambda: int(torch.cuda.mem_get_info(index)[0]),
     )
@@ -90,6 +91,17 @@ def make_decoder(
 
     sampler = DeviceSampler([Draw(**draw) for draw in draws], vocab, storage.device, seen)
     return Decoder(storage, run, sampler, **how)
+
+
+def group_decoder_on(device: str) -> Callable[..., Any]:
+    """What makes a `GroupDecoder` there."""
+
+    def make(run: Callable[..., Any], inv_freq: Any, vocab: int, **how: Any) -> Any:
+        from kvcore.backends.cuda.group_decoder import GroupDecoder
+
+        return GroupDecoder(run, inv_freq, vocab, device, **how)
+
+    return make
 
 
 def _gpu_index(device: str | None) -> int:

@@ -2,16 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvcore.backends.cuda.attend import Pages
+from kvcore.backends.cuda.attend import Pages, VRotation
 from kvcore.backends.cuda.kernels.append import rope_angles
 from kvcore.backends.cuda.paged import PagedStorage, append_rows, by_position, on_device
 from kvcore.layout import KVView, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class TableLayer:
+    """One layer of a step of one row each over tables [n, entries], which holds no storage."""
+
+    pages: Pages
+    layout: Layout
+    k_matrix: Tensor | None
+    v_rotation: VRotation | None
+    attend: Callable[..., Tensor]
+    device: str
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        *,
+        angles: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """q [n, Hq, 1, D], k and v [n, Hkv, 1, D] -> [n, Hq, 1, D_v]."""
+        if window is not None or int(k.shape[2]) != 1:
+            raise ValueError("a group steps by one row, without a window")
+        with on_device(self.device):
+            queries = append_rows(self.pages, self.layout, self.k_matrix, q, k, v, angles)
+            out = self.attend(
+                *queries,
+                self.pages,
+                self.layout,
+                plan=None,
+                query_rows=1,
+                v_rotation=self.v_rotation,
+                scale=scale,
+                window=None,
+            )
+        return by_position(out, 1)
+
+
+def table_layers(storage: PagedStorage, tables: Mapping[str, Tensor]) -> list[TableLayer]:
+    """Every layer of the storage's pools over these ``tables``, named as in `Pages`."""
+    return [
+        TableLayer(
+            storage.pages_of(layer, **tables),
+            storage.shape.layout,
+            storage.pools.k_matrix(layer),
+            storage.pools.rotations[layer],
+            storage.attend,
+            storage.device,
+        )
+        for layer in range(storage.shape.num_layers)
+    ]
 
 
 class PagedGroup:
@@ -25,7 +80,7 @@ class PagedGroup:
         if any(storage.pools is not storages[0].pools or storage.shape.batch != 1 for storage in storages):
             raise ValueError("a group needs sequences in pages of one pool")
         self._storages, self._first = tuple(storages), storages[0]
-        self._pages: list[Pages] = []
+        self._layers: list[TableLayer] = []
         self._tables: tuple[Tensor, ...] = ()
         self._due = 0
 
@@ -37,12 +92,11 @@ class PagedGroup:
         """Room for a new row of every sequence, and the tables of all in one copy each."""
         for storage in self._storages:
             storage.extend(1)
-        rows = [storage.tables.host_rows() for storage in self._storages]
-        width = max(tables.shape[1] for tables, _ in rows)
-        tables = np.zeros((len(rows[0][0]), len(rows), width), np.int32)
-        for row, (own, _) in enumerate(rows):
+        rows = [storage.tables.host_table() for storage in self._storages]
+        tables = np.zeros((len(rows[0]), len(rows), max(own.shape[1] for own in rows)), np.int32)
+        for row, own in enumerate(rows):
             tables[:, row, : own.shape[1]] = own
-        state = np.stack([own for _, own in rows], axis=1)
+        state = np.array([storage.tables.host_state() for storage in self._storages], np.int32).T.copy()
         device = self._first.device
         table, ranges, raw_table, raw_ranges = torch.from_numpy(tables).to(device, copy=True).unbind()
         lengths, folded, self._positions, sinks, sink_pages, fold_at = (
@@ -50,20 +104,9 @@ class PagedGroup:
         )
         self._tables = raw_table, table, lengths, folded, fold_at
         self._due = max(storage.tables.due for storage in self._storages)
-        self._pages = [
-            self._first.pages_of(
-                layer,
-                table=table,
-                ranges=ranges,
-                raw_table=raw_table,
-                raw_ranges=raw_ranges,
-                sink_page=sink_pages,
-                sinks=sinks,
-                folded=folded,
-                length=lengths,
-            )
-            for layer in range(self._first.shape.num_layers)
-        ]
+        of_step = {"table": table, "ranges": ranges, "raw_table": raw_table, "raw_ranges": raw_ranges}
+        of_step |= {"sink_page": sink_pages, "sinks": sinks, "folded": folded, "length": lengths}
+        self._layers = table_layers(self._first, of_step)
 
     def angles(self, inv_freq: np.ndarray) -> tuple[Tensor, Tensor]:
         """Begin a step: cos and sin of every sequence's position."""
@@ -77,25 +120,12 @@ class PagedGroup:
     ) -> Tensor:
         """One row of each sequence: q [n, Hq, 1, D], k and v [n, Hkv, 1, D] -> [n, Hq, 1, D_v]. Without ``angles`` q
         and k come after the rotary embedding, and the first layer begins the step."""
-        first = self._first
         if layer == 0 and angles is None:
             self.start_step()
-        state = first.state(layer)
-        with on_device(first.device):
-            queries = append_rows(self._pages[layer], first.shape.layout, state.k_matrix, q, k, v, angles)
-            for storage in self._storages:
-                storage.state(layer).tokens += 1
-            out = first.attend(
-                *queries,
-                self._pages[layer],
-                first.shape.layout,
-                plan=None,
-                query_rows=1,
-                v_rotation=state.v_rotation,
-                scale=scale,
-                window=None,
-            )
-        return by_position(out, 1)
+        out = self._layers[layer].step(q, k, v, scale, angles=angles)
+        for storage in self._storages:
+            storage.state(layer).tokens += 1
+        return out
 
     def commit(self) -> None:
         """Fold what is due: at most one launch for all layers and sequences."""

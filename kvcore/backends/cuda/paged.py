@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -108,8 +108,8 @@ class PagedStorage:
         return other
 
     @property
-    def layers(self) -> list[PagedLayer]:
-        return [PagedLayer(self, layer, state) for layer, state in enumerate(self._states)]
+    def layers(self) -> Sequence[PagedLayer]:
+        return _Layers(self, self._states)
 
     @property
     def tokens(self) -> int:
@@ -300,6 +300,8 @@ class PagedStorage:
     # Memory
 
     def extend(self, count: int) -> None:
+        if count == 1 and self.shape.batch == 1 and self.tables.extend_within(0):
+            return
         new = dict.fromkeys(range(self.shape.batch), count)
         needs, t = self.tables.needs(new), self.tables
         with self._or_say_why(self.tokens + count):
@@ -461,6 +463,28 @@ class PagedLayer:
         ):
             if tuple(rows.shape) != (expected := (shape.batch, heads, count, dim)):
                 raise InputError(f"{name} rows of shape {tuple(rows.shape)}: this layer takes {expected}")
+
+
+class _Layers(Sequence[PagedLayer]):
+    """Layers that are made one by one, as they are asked for."""
+
+    __slots__ = ("_states", "_storage")
+
+    def __init__(self, storage: PagedStorage, states: Sequence[LayerState]) -> None:
+        self._storage, self._states = storage, states
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @overload
+    def __getitem__(self, at: int) -> PagedLayer: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[PagedLayer]: ...
+    def __getitem__(self, at: int | slice) -> PagedLayer | list[PagedLayer]:
+        layers = range(len(self._states))[at]
+        if isinstance(layers, range):
+            return [self[layer] for layer in layers]
+        return PagedLayer(self._storage, layers, self._states[layers])
 
 
 def append_rows(

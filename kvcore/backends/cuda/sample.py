@@ -10,6 +10,10 @@ from torch import Tensor
 
 from kvcore.backends.cuda.kernels.pick import likeliest
 
+NOT_FINITE, UNDECIDED = -1, -2  # in the place of a token
+MAX_ORDERED = 1024  # candidates that `sample_rows` puts in order
+MAX_BIASES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -96,3 +100,109 @@ class DeviceSampler:
         last = scores.shape[1] - 1 - (probs > 0).flip(-1).to(torch.int32).argmax(-1)
         index = torch.minimum(index, last)
         return index if order is None else order.gather(1, index[:, None])[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSettings:
+    """How to pick each row's token, in tensors [B]: one CUDA graph serves any mix.
+
+    uniform                     float64 in [0, 1)
+    top_k                       int32, 0 is off
+    greedy, ordered             int32: whether the best is taken; whether there is a top_k or a top_p
+    temperature, top_p, min_p   float32
+    bias_ids, biases            int32 and float32 [B, MAX_BIASES], unused ones 0
+    """
+
+    uniform: Tensor
+    top_k: Tensor
+    greedy: Tensor
+    ordered: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    bias_ids: Tensor
+    biases: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What any row of a step asks for: the rest is left out of its launches."""
+
+    random: bool = False
+    ordered: bool = False
+    biased: bool = False
+
+
+def sample_rows(logits: Tensor, rows: RowSettings, mix: Mix) -> Tensor:
+    """``logits`` float32 [B, vocab], which biases are added to -> ids int32 [B].
+
+    `NOT_FINITE` where any logit of the row is not; `UNDECIDED` where the candidates from the likeliest down are more
+    than `MAX_ORDERED`, which the host has to go through.
+    """
+    if mix.biased:
+        logits.scatter_add_(1, rows.bias_ids.long(), rows.biases)
+    best, token = _best(logits)
+    least = _in_parts(logits).amin(-1).amin(-1)
+    if mix.random:
+        scores = (logits - best[:, None]) / rows.temperature[:, None]
+        probs = torch.exp(scores)
+        drawn = _draw_by_id(probs, rows)
+        if mix.ordered:
+            drawn = torch.where(rows.ordered > 0, _draw_in_order(scores, probs, rows), drawn)
+        token = torch.where(rows.greedy > 0, token, drawn)
+    finite = torch.isfinite(best) & torch.isfinite(least)
+    return torch.where(finite, token, NOT_FINITE).to(torch.int32)
+
+
+def _draw_by_id(probs: Tensor, rows: RowSettings) -> Tensor:
+    """By the inverse of the cumulative distribution over ids: which part of them, and which in that part."""
+    probs = torch.where(probs >= rows.min_p[:, None], probs, 0.0)  # the best one is 1
+    parts = _in_parts(probs)
+    sums = parts.sum(-1, dtype=torch.float64)
+    totals = sums.cumsum(-1)
+    target = rows.uniform * totals[:, -1]
+    part = _first_above(totals, sums, target)
+    inner = parts.gather(1, part[:, None, None].expand(-1, 1, parts.shape[2]))[:, 0].double()
+    before = (totals - sums).gather(1, part[:, None])[:, 0]
+    return part * parts.shape[2] + _first_above(inner.cumsum(-1), inner, target - before)
+
+
+def _draw_in_order(scores: Tensor, probs: Tensor, rows: RowSettings) -> Tensor:
+    """The same over candidates from the likeliest down, equal ones by id."""
+    vocab = scores.shape[1]
+    width = min(vocab, MAX_ORDERED)
+    ids = torch.topk(scores, width, sorted=False).indices.sort(-1).values
+    top, order = torch.sort(scores.gather(1, ids), dim=-1, descending=True, stable=True)
+    best = torch.exp(top).double()
+    rank, top_k = torch.arange(width, device=scores.device), rows.top_k[:, None]
+    best = torch.where((rank < top_k) | (top_k == 0), best, 0.0)
+    every = torch.where(rows.top_k > 0, best.sum(-1), probs.sum(-1, dtype=torch.float64))
+    best = best / every[:, None]
+    reached = best.cumsum(-1)
+    top_p = rows.top_p[:, None]
+    likely = best >= rows.min_p[:, None] * best[:, :1]
+    enough = (rows.top_k > 0) | (reached[:, -1] >= rows.top_p) | ~likely[:, -1]
+    best = torch.where(((reached - best < top_p) | (top_p >= 1)) & likely, best, 0.0)
+    total = best.cumsum(-1)
+    at = _first_above(total, best, rows.uniform * total[:, -1])
+    token = ids.gather(1, order.gather(1, at[:, None]))[:, 0]
+    return token if width == vocab else torch.where(enough, token, UNDECIDED)
+
+
+def _first_above(totals: Tensor, steps: Tensor, target: Tensor) -> Tensor:
+    """The first place of each row where the running ``totals`` of ``steps`` exceed ``target``, or, as rounding may
+    leave none, the last one with a step."""
+    last = steps.shape[1] - 1 - (steps > 0).flip(-1).to(torch.int32).argmax(-1)
+    return torch.minimum((totals <= target[:, None]).sum(-1), last)
+
+
+def _in_parts(x: Tensor) -> Tensor:
+    """[B, parts, vocab / parts]: a GPU gives a row to one of its processors."""
+    return x.reshape(len(x), next(n for n in (128, 96, 64, 48, 32, 16, 1) if x.shape[1] % n == 0), -1)
+
+
+def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest score of each row and its id, in two steps."""
+    best, inner = _in_parts(scores).max(-1)
+    top, part = best.max(-1)
+    return top, part * (scores.shape[1] // best.shape[1]) + inner.gather(1, part[:, None])[:, 0]

@@ -115,7 +115,7 @@ class Cache:
     @property
     def tokens(self) -> int:
         """Live rows: fewer than `offset` where rows in the middle were dropped."""
-        return self.layers[-1].tokens
+        return self.layers[-1].tokens if self._turning is None else self._turning.layer_tokens
 
     @property
     def offset(self) -> int:

@@ -114,6 +114,10 @@ class RowStorage(Storage, Protocol):
 class TurningStorage(Storage, Protocol):
     """A storage whose layers apply the rotary embedding: their `step` takes q and k before it, with ``angles``."""
 
+    @property
+    def layer_tokens(self) -> int:
+        """Live rows of the last layer."""
+
     def angles(self, inv_freq: np.ndarray, count: int) -> tuple[Array, Array]:
         """Begin a step of ``count`` tokens: cos and sin of their positions, for each layer's step."""
 

@@ -366,7 +366,8 @@ class Engine:
             if running.cache is not None:
                 running.reserved = needs
         for mode in {running.mode for running in batch}:
-            self._free(mode, self._memory.margin(mode, len(batch)))
+            if self._free(mode, self._memory.margin(mode, len(batch))):
+                continue
             none = tuple(0 for _ in self._memory.capacity(mode))
             while len(young := self._youngest(mode)) > 1 and not self._free(mode, none):
                 self._preempt(young[-1])

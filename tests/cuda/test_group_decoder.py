@@ -105,7 +105,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.5, "seed": 3, "min_p": 0.02, "logit_bias": {7: 4.0, 300 - 50: -100.0}},
     {"temperature": 1.0, "seed": 4, "repetition_penalty": 1.3},
     {"temperature": 1.0, "seed": 5, "logprobs": 2},
-    {"logit_bias": {token: 1.0 for token in range(20)}},
+    {"logit_bias": dict.fromkeys(range(20), 1.0)},
 ]
 
 
@@ -199,6 +199,24 @@ def test_tables_that_widen_keep_every_row(model: kvcore.Model, monkeypatch: pyte
     assert 1 in widths
 
 
+def test_two_pools_take_turns_and_idle_slots_name_the_first_page(model: kvcore.Model) -> None:
+    """Kernels load from the first page of an idle slot, and the other pool may have fewer."""
+    texts = []
+    for each in (on_host(model), model):
+        engine, heard = engine_of(each, "int8", modes=("fp16",)), []
+        for i in range(6):
+            params = kvcore.SamplingParams(max_tokens=6 + i)
+            heard.append([])
+            request = Request(f"r{i}", ids(250 if i < 3 else 5, i), params, mode="fp16" if i % 2 else None)
+            engine.submit(request, heard[-1].append)
+        texts.append(run(engine, *heard))
+    assert texts[0] == texts[1]
+    run(engine, submit(engine, "a", 5, 4))
+    run(engine, *(submit(engine, f"b{i}", 140, 4) for i in range(3)))
+    assert decoder_of(engine)._tables[:, :3].any()
+    assert not decoder_of(engine)._tables[:, 3].any()
+
+
 def test_a_failing_step_is_run_again_one_by_one_with_the_same_draws(
     model: kvcore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +273,7 @@ class FakeGraph:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps that are captured, by their bucket, as if on a GPU."""
     captured: list[int] = []
 
@@ -265,7 +283,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         captured.append(bucket)
 
     monkeypatch.setattr(GroupDecoder, "_capture", capture)
-    yield captured
+    return captured
 
 
 def captures(model: kvcore.Model) -> Engine:

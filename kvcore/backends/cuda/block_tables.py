@@ -174,9 +174,15 @@ class BlockTables:
         raw = [*(entry.page for entry in sequence.raw), *_sink_pages(sequence)]
         return raw, [*(entry.page for entry in sequence.native), *sequence.coming]
 
+    @property
+    def pages_held(self) -> tuple[int, int]:
+        """How many `pages` all sequences have together."""
+        raw = sum(len(x.raw) + (x.sink_page is not None) for x in self._rows)
+        return raw, sum(len(x.native) + len(x.coming) for x in self._rows)
+
     def host_table(self) -> np.ndarray:
-        """The tables [4, entries] of the only sequence, int32, as `upload` would write them; they change where ``stamp``
-        does. The device's own copy stays as old as it is."""
+        """The tables [4, entries] of the only sequence, int32, as `upload` would write them; they change where
+        ``stamp`` does. The device's own copy stays as old as it is."""
         self._write_tables()
         return self._host_tables[:, 0, : self.entries_used]
 

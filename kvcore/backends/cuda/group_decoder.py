@@ -180,8 +180,12 @@ class GroupDecoder:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=self._cuda)
 
     def _fill_tables(self, storages: Sequence[PagedStorage], bucket: int) -> None:
-        """Tables of what changed since the slot was filled last."""
+        """Tables of what changed since the slot was filled last. Those of idle slots are 0: kernels load from the first
+        page of any sequence, which has to be there."""
         host, changed = self._host_tables.numpy(), False
+        for slot in range(len(storages), bucket):
+            if self._stamps[slot] != 0:
+                host[:, slot], self._stamps[slot], changed = 0, 0, True
         for slot, storage in enumerate(storages):
             stamp = storage.tables.stamp
             if self._stamps[slot] != stamp:
@@ -189,8 +193,8 @@ class GroupDecoder:
                 host[:, slot, : own.shape[1]] = own
                 self._stamps[slot], changed = stamp, True
         if changed:
-            for table in range(0 if storages[0].native is not None else 2, 4):
-                self._tables[table, :bucket].copy_(self._host_tables[table, :bucket], non_blocking=True)
+            for own, staged in zip(self._tables, self._host_tables, strict=True):
+                own[:bucket].copy_(staged[:bucket], non_blocking=True)
 
     def _fill(
         self,
@@ -325,7 +329,7 @@ class GroupDecoder:
     def _settle(self) -> None:
         """Wait for what is under way: it may still read what the next step fills."""
         if self._ready:
-            self._given, self._stamps = [_UNKNOWN] * self._most, [0] * self._most
+            self._given, self._stamps = [_UNKNOWN] * self._most, [-1] * self._most
         if self._cuda:
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self._device)

@@ -117,6 +117,11 @@ class PagedStorage:
         return self.tables.length(0)
 
     @property
+    def layer_tokens(self) -> int:
+        """Live rows of the last layer."""
+        return self._states[-1].tokens
+
+    @property
     def rows_folded(self) -> int:
         return self.tables.rows_folded(0)
 
@@ -286,8 +291,7 @@ class PagedStorage:
     @property
     def pages_held(self) -> tuple[int, int]:
         """Raw and native pages, whoever else holds them."""
-        raw, native = (sum(map(len, pages)) for pages in zip(*map(self.tables.pages, self._rows()), strict=True))
-        return raw, native
+        return self.tables.pages_held
 
     def page_numbers(self) -> tuple[set[int], set[int]]:
         """The raw and the native pages that it holds."""

@@ -66,25 +66,43 @@ def run(
     config: LaunchConfig | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """One row per shape, mode and window policy, and one per torch kernel. Raises KvcoreError where a kernel's error
-    exceeds its limit: a wrong result is not timed."""
+    """One row per shape, mode and window policy, and one per torch kernel; shapes that do not fit are left out, which
+    ``progress`` says. Raises KvcoreError where a kernel's error exceeds its limit: a wrong result is not timed; or where
+    nothing fits."""
     ceiling = read_ceiling()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for shape in shapes:
-        progress(f"{shape}: building")
-        buffers = _buffer_count(shape, modes)
-        with torch.no_grad():
-            variants = list(_variants(shape, modes, getattr(torch, dtype), windows, buffers, config))
-            progress(f"{shape}: timing {len(variants)} variants over {buffers} buffers")
-            times = interleaved([variant.run for variant in variants], repeats)
-        base = median(next(t for v, t in zip(variants, times, strict=True) if v.kernel == "sdpa-cudnn"))
-        rows += [
-            _row(shape, variant, sample, buffers, base, ceiling, dtype)
-            for variant, sample in zip(variants, times, strict=True)
-        ]
-        del variants
+        try:
+            rows += _shape_rows(shape, modes, dtype, windows, repeats, config, ceiling, progress)
+        except torch.OutOfMemoryError:
+            progress(f"{shape}: left out, its buffers do not fit on this GPU")
         torch.cuda.empty_cache()
+    if not rows:
+        raise KvcoreError("no shape fits on this GPU: give smaller --shapes")
     return rows
+
+
+def _shape_rows(
+    shape: Shape,
+    modes: Sequence[str],
+    dtype: str,
+    windows: Sequence[bool],
+    repeats: int,
+    config: LaunchConfig | None,
+    ceiling: float,
+    progress: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    progress(f"{shape}: building")
+    buffers = _buffer_count(shape, modes)
+    with torch.no_grad():
+        variants = list(_variants(shape, modes, getattr(torch, dtype), windows, buffers, config))
+        progress(f"{shape}: timing {len(variants)} variants over {buffers} buffers")
+        times = interleaved([variant.run for variant in variants], repeats)
+    base = median(next(t for v, t in zip(variants, times, strict=True) if v.kernel == "sdpa-cudnn"))
+    return [
+        _row(shape, variant, sample, buffers, base, ceiling, dtype)
+        for variant, sample in zip(variants, times, strict=True)
+    ]
 
 
 def _row(

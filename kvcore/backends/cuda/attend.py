@@ -93,8 +93,9 @@ class LaunchConfig:
 def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> LaunchConfig:
     """From the number of (sequence, KV head) rows and query columns; measured on an H200, see docs/performance.md.
 
-    Few rows want many small programs. turbo4 computes most for a byte: for many rows it takes shared memory, which leaves
-    registers for more warps; elsewhere loads to registers were faster.
+    Few rows want many small programs. turbo4 computes most for a byte: it takes shared memory, which leaves registers
+    for more warps. Elsewhere loads to registers were faster, and for one sequence of turbo4 too: kernels with much shared
+    memory overlap less with those around them.
     """
     wide, few = layout.k_dim > 128 or columns > 8, rows < 64
     raw_parts = (not layout.k.quantized) + (not layout.v.quantized)
@@ -104,7 +105,10 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     elif wide:
         warps, tiles, resident = (2, 1, 4) if raw_parts else (1, 1, 8)
     elif layout.k.codebook:
-        warps, tiles, resident, stages = (1, 2, 8, 0) if few else (2, 4, 6, 2)
+        if rows <= 16:
+            warps, tiles, resident = 1, 2, 8
+        else:
+            warps, tiles, resident, stages = (1, 4, 12, 2) if few else (2, 4, 6, 2)
     elif layout.k.quantized and layout.v.codebook:
         warps, tiles, resident = (1, 4, 8) if few else (4, 4, 2)
     else:

@@ -67,8 +67,8 @@ def run(
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """One row per shape, mode and window policy, and one per torch kernel; shapes that do not fit are left out, which
-    ``progress`` says. Raises KvcoreError where a kernel's error exceeds its limit: a wrong result is not timed; or where
-    nothing fits."""
+    ``progress`` says. Raises KvcoreError where a kernel's error exceeds its limit: a wrong result is not timed; or
+    where nothing fits."""
     ceiling = read_ceiling()
     rows: list[dict[str, Any]] = []
     for shape in shapes:

@@ -94,8 +94,8 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     """From the number of (sequence, KV head) rows and query columns; measured on an H200, see docs/performance.md.
 
     Few rows want many small programs. turbo4 computes most for a byte: it takes shared memory, which leaves registers
-    for more warps. Elsewhere loads to registers were faster, and for one sequence of turbo4 too: kernels with much shared
-    memory overlap less with those around them.
+    for more warps. Elsewhere loads to registers were faster, and for one sequence of turbo4 too: kernels with much
+    shared memory overlap less with those around them.
     """
     wide, few = layout.k_dim > 128 or columns > 8, rows < 64
     raw_parts = (not layout.k.quantized) + (not layout.v.quantized)

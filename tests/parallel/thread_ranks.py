@@ -12,6 +12,8 @@ import numpy as np
 
 from kvcore.communicator import Communicator
 
+SECONDS = 120  # that ranks may be apart, for instance while they load
+
 
 @dataclass(frozen=True)
 class ThreadRanks:
@@ -25,9 +27,9 @@ class ThreadRanks:
 
     def _exchange(self, x: np.ndarray) -> list[np.ndarray]:
         self.shared[self.rank] = np.array(x)
-        self.barrier.wait(30)
+        self.barrier.wait(SECONDS)
         parts = list(self.shared)
-        self.barrier.wait(30)
+        self.barrier.wait(SECONDS)
         return parts
 
     def all_sum(self, x: np.ndarray) -> np.ndarray:

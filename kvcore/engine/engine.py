@@ -19,8 +19,8 @@ from kvcore.engine.limits import Limits, make_memory
 from kvcore.engine.memory import Amount, beyond, covers
 from kvcore.engine.prefixes import PrefixStore
 from kvcore.engine.running import Running, pieces
-from kvcore.engine.steps import Stepper, reason_of
-from kvcore.engine.types import FinishReason, Listener, NotReadyError, QueueFullError, Request
+from kvcore.engine.steps import Stepper, failure_of
+from kvcore.engine.types import BudgetError, Failure, FinishReason, Listener, NotReadyError, QueueFullError, Request
 from kvcore.errors import InputError, is_out_of_memory
 from kvcore.runtime import Model
 from kvcore.sampling import NOT_FINITE, Sampler
@@ -28,6 +28,10 @@ from kvcore.text import Answer
 
 log = logging.getLogger(__name__)
 
+NO_LOGITS = Failure(NOT_FINITE, "not_finite")
+STOPPED = Failure("the engine was stopped before this request was done", "shutdown")
+SHUTTING_DOWN = Failure("the server is shutting down: try another one, or later", "shutdown")
+FAILED = Failure("the engine failed while this request ran: see the log", "internal")
 MAX_FAILURES = 3  # times that a request is run again after memory ran out
 
 
@@ -82,7 +86,7 @@ class Engine:
         if self._thread is not None:
             self._thread.join(max(5.0, deadline - time.monotonic()))
         if self._thread is None or not self._thread.is_alive():
-            self._end_all("the engine was stopped before this request was done")
+            self._end_all(STOPPED)
             self._prefixes.clear()
 
     def submit(self, request: Request, listener: Listener) -> None:
@@ -168,9 +172,9 @@ class Engine:
                         self._wake.wait(0.5 if self._waiting or self._running else None)
         except BaseException:
             log.exception("the engine failed")
-            self._end_all("the engine failed while this request ran: see the log")
+            self._end_all(FAILED)
         else:
-            self._end_all("the engine was stopped before this request was done")
+            self._end_all(STOPPED)
 
     def _collect(self) -> None:
         """Take in what other threads asked for since the last step."""
@@ -189,7 +193,7 @@ class Engine:
                 self._finish(running, "cancelled", running.answer.flush() if running.started else "")
                 ended += 1
             elif stopping and not running.started:
-                self._finish(running, "error", error="the server is shutting down: try another one, or later")
+                self._finish(running, "error", failure=SHUTTING_DOWN)
                 ended += 1
         if ended:
             waiting = [entry for entry in self._waiting if self._open.get(entry[1].request.id) is entry[1]]
@@ -240,7 +244,7 @@ class Engine:
         if echo and start < len(running.prompt):
             running.note_prompt(start, np.concatenate(logits))
         if not np.isfinite(logits[-1][-1]).all():
-            self._finish(running, "error", error=NOT_FINITE)
+            self._finish(running, "error", failure=NO_LOGITS)
             return
         if running.offset == len(running.prompt):
             try:
@@ -260,7 +264,7 @@ class Engine:
     def _sample(self, running: Running, logits: np.ndarray) -> None:
         """The next token of one request. Whatever goes wrong is its own affair."""
         if not np.isfinite(logits).all():
-            self._finish(running, "error", error=NOT_FINITE)
+            self._finish(running, "error", failure=NO_LOGITS)
             return
         try:
             generated = running.answer.tokens
@@ -302,10 +306,11 @@ class Engine:
                     if self._running:
                         self._blocked = running.order, self._changes
                         return None
-                    raise MemoryError(f"needs {self._memory.describe(running.mode, needs)} for its cache")
+                    needed = self._memory.describe(running.mode, needs)
+                    raise BudgetError(f"needs {needed} for its cache, more than is free with nothing running")
             except Exception as error:
                 heapq.heappop(self._waiting)
-                self._finish(running, "error", error=reason_of(error))
+                self._finish(running, "error", failure=failure_of(error))
                 continue
             heapq.heappop(self._waiting)
             running.cache, running.reserved = cache, needs
@@ -389,9 +394,9 @@ class Engine:
             if running.failures < MAX_FAILURES:
                 self._preempt(running)
                 return
-        self._finish(running, "error", error=reason_of(error))
+        self._finish(running, "error", failure=failure_of(error))
 
-    def _finish(self, running: Running, reason: FinishReason, text: str = "", error: str | None = None) -> None:
+    def _finish(self, running: Running, reason: FinishReason, text: str = "", failure: Failure | None = None) -> None:
         if reason in ("stop", "length"):
             self._prefixes.keep(running, fork=False)
         self._leave(running)
@@ -399,7 +404,7 @@ class Engine:
             self._open.pop(running.request.id, None)
         self._finished[reason] += 1
         running.cancelled = False
-        self._tell(running, text, reason, error)
+        self._tell(running, text, reason, failure)
 
     def _leave(self, running: Running) -> None:
         with self._wake:
@@ -409,23 +414,23 @@ class Engine:
         running.cache, running.reserved = None, ()
 
     def _tell(
-        self, running: Running, text: str = "", reason: FinishReason | None = None, error: str | None = None
+        self, running: Running, text: str = "", reason: FinishReason | None = None, failure: Failure | None = None
     ) -> None:
         try:
-            running.listener(running.output(text, reason, error))
+            running.listener(running.output(text, reason, failure))
         except Exception:
             log.exception("a listener failed; its request is cancelled")
             self._counts["listener errors"] += 1
             running.cancelled = True
 
-    def _end_all(self, problem: str) -> None:
+    def _end_all(self, problem: Failure) -> None:
         with self._wake:
             self._healthy = False
             left = list(self._open.values())
             self._waiting.clear()
             self._inbox.clear()
         for running in left:
-            self._finish(running, "error", error=problem)
+            self._finish(running, "error", failure=problem)
 
     def _retry_after(self) -> float:
         """A guess from how fast requests finish: seconds until one more may wait."""

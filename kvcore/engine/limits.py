@@ -6,7 +6,7 @@ from kvcore.cache import Cache, CacheSpec
 from kvcore.engine.config import EngineConfig
 from kvcore.engine.memory import ByteMemory, Memory, RowCosts, covers, default_budget
 from kvcore.engine.paged import PageMemory, raw_pages_for
-from kvcore.engine.types import BudgetError, ContextLengthError, Request
+from kvcore.engine.types import BudgetError, ContextLengthError, ModeError, Request
 from kvcore.errors import InputError, KvcoreError
 from kvcore.modes import MODES, resolve_mode
 from kvcore.runtime import Model
@@ -96,7 +96,7 @@ class Limits:
             return self._model.mode.name
         mode, allowed = resolve_mode(wanted).name, self._memory.modes()
         if allowed is not None and mode not in allowed:
-            raise InputError(f"cache mode {mode}: this server has room for {', '.join(allowed)} only")
+            raise ModeError(f"cache mode {mode}: this server has room for {', '.join(allowed)} only")
         return mode
 
     def _tokens_in_budget(self, mode: str) -> int:

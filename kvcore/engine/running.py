@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcore.cache import Cache
 from kvcore.engine.memory import Amount
-from kvcore.engine.types import FinishReason, Listener, Output, Request, TokenLogprob, Usage
+from kvcore.engine.types import Failure, FinishReason, Listener, Output, Request, TokenLogprob, Usage
 from kvcore.sampling import Sampler, likeliest, log_probabilities
 from kvcore.text import Answer
 
@@ -86,13 +86,15 @@ class Running:
     def usage(self) -> Usage:
         return Usage(len(self.prompt), len(self.answer.tokens), self.cached)
 
-    def output(self, text: str = "", finish: FinishReason | None = None, error: str | None = None) -> Output:
+    def output(self, text: str = "", finish: FinishReason | None = None, failure: Failure | None = None) -> Output:
         """A piece of the answer, with the log-probabilities that wait for one."""
         tokens: tuple[TokenLogprob, ...] = ()
         if text or finish is not None:
             tokens, self.pending = tuple(self.pending), []
         done = len(self.prompt) if self.answer.tokens else min(self.offset, len(self.prompt))
-        return Output(self.request.id, text, self.usage(), tokens, done, finish, error)
+        error, code = (None, None) if failure is None else (failure.message, failure.code)
+        code = "cancelled" if finish == "cancelled" else code
+        return Output(self.request.id, text, self.usage(), tokens, done, finish, error, code)
 
     def note(self, token: int, logits: np.ndarray) -> None:
         """Keep a generated token's log-probability, if it was asked for."""

@@ -10,7 +10,8 @@ import numpy as np
 from kvcore.cache import Cache, CacheGroup, StepCache, group_key
 from kvcore.decoding import GroupTokens
 from kvcore.engine.running import Running
-from kvcore.errors import CapacityError, KvcoreError, is_out_of_memory
+from kvcore.engine.types import BudgetError, Failure
+from kvcore.errors import CapacityError, KvcoreError, NonFiniteError, is_out_of_memory
 from kvcore.runtime import Model
 from kvcore.sampling import Sampler
 
@@ -125,3 +126,12 @@ def reason_of(error: Exception) -> str:
     if is_out_of_memory(error):
         return f"out of memory for now ({text or type(error).__name__}): try again later, or with a shorter prompt"
     return f"the step failed ({type(error).__name__}: {text})"
+
+
+def failure_of(error: Exception) -> Failure:
+    """The same with its code."""
+    if isinstance(error, BudgetError):
+        return Failure(reason_of(error), "insufficient_kv_budget")
+    if isinstance(error, NonFiniteError):
+        return Failure(reason_of(error), "not_finite")
+    return Failure(reason_of(error), "out_of_memory" if is_out_of_memory(error) else "internal")

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvcore.errors import KvcoreError
+from kvcore.errors import InputError, KvcoreError
 from kvcore.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+ErrorCode = Literal["out_of_memory", "insufficient_kv_budget", "not_finite", "cancelled", "shutdown", "internal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,20 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request ended without its answer: one line for a user, and a code for programs."""
+
+    message: str
+    code: ErrorCode
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """A piece of an answer. Text never holds part of a character or of a stop string; ``finish_reason`` ends it.
 
     ``tokens`` are those generated since the last piece, of the prompt first where its log-probabilities were asked for;
-    ``prompt_done`` counts the prompt's tokens that have been run, for progress in long prefills.
+    ``prompt_done`` counts the prompt's tokens that have been run, for progress in long prefills. With finish
+    reason "error" or "cancelled" ``code`` says why, and ``error`` may in words.
     """
 
     request_id: str
@@ -60,6 +70,7 @@ class Output:
     prompt_done: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    code: ErrorCode | None = None
 
 
 Listener = Callable[[Output], None]  # called from the engine's thread; must not block
@@ -79,6 +90,10 @@ class ContextLengthError(KvcoreError):
 
 class BudgetError(KvcoreError):
     """The request can never fit into the budget for the cache."""
+
+
+class ModeError(InputError):
+    """The engine has no room for that cache mode."""
 
 
 class NotReadyError(KvcoreError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcore.engine.types import Output, TokenLogprob, Usage
-from kvcore.server.errors import ApiError, unavailable
+from kvcore.server.errors import failure
 from kvcore.server.logprobs import Aligner, Placed, place_prompt
 from kvcore.server.prepare import Plan
 from kvcore.server.served import Served
@@ -27,7 +27,7 @@ class Choice:
         """The text and the tokens that ``output`` adds. ApiError where the engine gave the request up."""
         self.usage = output.usage
         if output.finish_reason in ("error", "cancelled"):
-            raise _failure(output)
+            raise failure(output)
         tokens = list(output.tokens)
         if self._prompt_left:
             self._prompt_tokens += tokens[: self._prompt_left]
@@ -50,12 +50,3 @@ class Choice:
             return "", []
         text, self._echo = self._echo, None
         return text, place_prompt(self._prompt_tokens, text, self._tokenizer)
-
-
-def _failure(output: Output) -> ApiError:
-    if output.finish_reason == "cancelled":
-        return unavailable(output.error or "the server has ended this request", "cancelled")
-    message = output.error or "the engine failed on this request; the server's log says more"
-    if "memory" in message.lower():
-        return unavailable(message, "out_of_memory")
-    return ApiError(500, message, code="engine_error")

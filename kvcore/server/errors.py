@@ -7,11 +7,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcore.engine.types import BudgetError, ContextLengthError, NotReadyError, QueueFullError
+from kvcore.engine.types import (
+    BudgetError,
+    ContextLengthError,
+    ErrorCode,
+    ModeError,
+    NotReadyError,
+    Output,
+    QueueFullError,
+)
 from kvcore.errors import InputError
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _TYPES |= {405: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+
+_FAILURES: Mapping[ErrorCode, tuple[int, str]] = {  # the engine's codes as a status and the code of the answer
+    "out_of_memory": (503, "out_of_memory"),
+    "insufficient_kv_budget": (400, "insufficient_kv_budget"),
+    "not_finite": (500, "not_finite"),
+    "cancelled": (503, "cancelled"),
+    "shutdown": (503, "stopping"),
+    "internal": (500, "engine_error"),
+}
 
 
 @dataclass
@@ -50,9 +67,18 @@ def refusal(error: Exception, prompt_param: str) -> ApiError:
             return bad_request(str(error), prompt_param, "insufficient_kv_budget")
         case NotReadyError():
             return unavailable(str(error), "not_ready")
+        case ModeError():
+            return bad_request(str(error), "kv_cache_mode")
         case InputError():
-            mode = str(error).startswith("cache mode")  # one that the pool has no room for
-            return bad_request(str(error), "kv_cache_mode" if mode else prompt_param)
+            return bad_request(str(error), prompt_param)
     return ApiError(
         500, f"the server failed on this request ({type(error).__name__}); its log says more", code="internal"
     )
+
+
+def failure(output: Output) -> ApiError:
+    """What a request becomes that the engine has given up."""
+    status, code = _FAILURES[output.code or "internal"]
+    fallback = "the engine failed on this request; the server's log says more"
+    message = output.error or ("the server has ended this request" if output.code == "cancelled" else fallback)
+    return unavailable(message, code) if status == 503 else ApiError(status, message, code=code)

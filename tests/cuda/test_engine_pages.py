@@ -20,10 +20,9 @@ import kvcore
 from kvcore.backends.cuda.kernels.fold import Fold
 from kvcore.backends.cuda.pools import split_budget
 from kvcore.cache import CacheSpec
-from kvcore.engine import BudgetError, Engine, EngineConfig, Output, Request
+from kvcore.engine import BudgetError, Engine, EngineConfig, ModeError, Output, Request
 from kvcore.engine.memory import RowCosts
 from kvcore.engine.paged import pages_of, raw_pages_for
-from kvcore.errors import InputError
 from kvcore.modes import MODES
 from kvcore.registry import Kernel, Registry
 
@@ -176,7 +175,7 @@ def test_how_many_sequences_of_32k_a_budget_of_100_gb_admits(mode: str) -> None:
 def test_a_mode_without_pages_is_refused_and_one_that_was_named_is_not(model: kvcore.Model) -> None:
     engine = engine_of(model, "int8", 64, modes=("turbo4",))
     request = Request("a", ids(5), kvcore.SamplingParams(max_tokens=2), mode="fp16")
-    with pytest.raises(InputError, match="cache mode fp16: this server has room for int8, turbo4 only"):
+    with pytest.raises(ModeError, match="cache mode fp16: this server has room for int8, turbo4 only"):
         engine.submit(request, lambda _output: None)
     heard: list[Output] = []
     engine.submit(replace(request, mode="turbo4"), heard.append)

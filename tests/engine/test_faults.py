@@ -51,6 +51,7 @@ def test_B42_an_exception_in_one_sequence_leaves_the_others_alone(model: kvcore.
     break_layer(running_of(engine, "b").cache, 1, lambda: RuntimeError("boom"))
     finish(engine, [a, b, c])
     assert (b.reason, b.last.error) == ("error", "the step failed (RuntimeError: boom)")
+    assert (a.last.code, b.last.code, c.last.code) == (None, "internal", None)
     want = texts(model, mode)
     assert (a.text, c.text) == (want[0], want[2])
     (again,) = submit(engine, request("d", ids(40, 1), 40, mode=mode))
@@ -74,6 +75,7 @@ def test_nan_logits_end_one_request(model: kvcore.Model, monkeypatch: pytest.Mon
     finish(engine, heard)
     assert heard[1].reason == "error"
     assert str(heard[1].last.error).startswith("the model's logits are not finite")
+    assert heard[1].last.code == "not_finite"
     assert heard[1].last.usage.completion_tokens == 9
     want = texts(model)
     assert heard[1].text == want[1][: len(heard[1].text)]
@@ -125,6 +127,17 @@ def test_B74_memory_that_runs_out_once_is_waited_for(model: kvcore.Model, mode: 
         assert each.text == alone(model, request(name, ids(count, seed), most, mode=mode), prefill_step=16).text
 
 
+def test_a_request_that_finds_no_room_with_nothing_running_names_the_budget(
+    model: kvcore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_engine(model)
+    monkeypatch.setattr(engine, "_free", lambda *_: False)
+    (heard,) = submit(engine, request("a", ids(30), 5))
+    engine.step()
+    assert (heard.reason, heard.last.code) == ("error", "insufficient_kv_budget")
+    assert "bytes for its cache" in str(heard.last.error)
+
+
 def test_memory_that_keeps_running_out_ends_the_request_in_words(
     model: kvcore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +152,7 @@ def test_memory_that_keeps_running_out_ends_the_request_in_words(
     heard += submit(engine, request("d", ids(30), 5))
     finish(engine, heard)
     assert heard[3].last.error == "out of memory for now (MemoryError): try again later, or with a shorter prompt"
+    assert heard[3].last.code == "out_of_memory"
     assert [each.text for each in heard[:3]] == texts(model)
     (again,) = submit(engine, request("e", ids(40, 1), 40))
     finish(engine, [again])

@@ -225,7 +225,10 @@ def test_stop_lets_running_requests_finish_and_refuses_new_ones(model: kvcore.Mo
     engine.stop()
     assert (running.reason, running.last.usage.completion_tokens) == ("length", 80)
     assert waiting.reason == "error"
-    assert waiting.last.error == "the server is shutting down: try another one, or later"
+    assert (waiting.last.error, waiting.last.code) == (
+        "the server is shutting down: try another one, or later",
+        "shutdown",
+    )
     with pytest.raises(NotReadyError):
         submit(engine, request("c", ids(8)))
     assert not engine.stats().healthy
@@ -239,6 +242,7 @@ def test_stop_does_not_wait_longer_than_it_may(model: kvcore.Model) -> None:
     engine.stop(timeout=0.05)
     assert endless.reason == "error"
     assert "stopped" in str(endless.last.error)
+    assert endless.last.code == "shutdown"
     assert not [thread for thread in threading.enumerate() if thread.name == "kvcore-engine"]
 
 
@@ -272,7 +276,9 @@ def test_an_engine_that_fails_ends_every_request_and_takes_no_more(
     monkeypatch.setattr(engine, "_prefill", lambda: 1 / 0)
     engine.start()
     wait_for(lambda: all(each.done for each in heard))
-    assert {each.last.error for each in heard} == {"the engine failed while this request ran: see the log"}
+    assert {(each.last.error, each.last.code) for each in heard} == {
+        ("the engine failed while this request ran: see the log", "internal")
+    }
     assert not engine.stats().healthy
     with pytest.raises(NotReadyError, match="has failed"):
         submit(engine, request("c", ids(8)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvcore.engine.config import EngineStats, KvUse, Pages
 from kvcore.engine.types import (
+    Failure,
     FinishReason,
     Listener,
     NotReadyError,
@@ -20,6 +21,7 @@ from kvcore.engine.types import (
 )
 from kvcore.text import Detokenizer, StopMatcher, Tokenizer
 
+NOT_FINITE = Failure("the model's logits are not finite", "not_finite")
 Script = Callable[[Request], Sequence[int]]
 
 
@@ -45,7 +47,7 @@ class FakeEngine:
     max_queue: int = 1000
     refusals: dict[str, Exception] = field(default_factory=dict)
     fail_after: int | None = None
-    fail_words: str = "the model's logits are not finite"
+    failure: Failure = NOT_FINITE
     hold: threading.Event = field(default_factory=threading.Event)  # clear it: no step is made
     cancelled: list[str] = field(default_factory=list)
     submitted: list[Request] = field(default_factory=list)
@@ -134,7 +136,7 @@ class FakeEngine:
                 self._emit(each, "", (), None)
                 return
         if self.fail_after is not None and each.made >= self.fail_after:
-            self._end(each, "", (), "error", self.fail_words)
+            self._end(each, "", (), "error", self.failure)
             return
         token = each.ids[each.made] if each.made < len(each.ids) else self.tokenizer.eos_token_ids[0]
         tokens = self._prompt_logprobs(each) if not each.made else ()
@@ -166,12 +168,12 @@ class FakeEngine:
         text: str,
         tokens: tuple[TokenLogprob, ...],
         reason: FinishReason,
-        error: str | None = None,
+        failure: Failure | None = None,
     ) -> None:
         with self._lock:
             if self._running.pop(each.request.id, None) is None:
                 return
-        self._emit(each, text, tokens, reason, error)
+        self._emit(each, text, tokens, reason, failure)
 
     def _emit(
         self,
@@ -179,10 +181,11 @@ class FakeEngine:
         text: str,
         tokens: tuple[TokenLogprob, ...],
         reason: FinishReason | None,
-        error: str | None = None,
+        failure: Failure | None = None,
     ) -> None:
         usage = Usage(len(each.request.prompt), each.made, len(each.request.prompt) // 2)
-        each.listener(Output(each.request.id, text, usage, tokens, each.prompt_done, reason, error))
+        error, code = (failure.message, failure.code) if failure else (None, None)
+        each.listener(Output(each.request.id, text, usage, tokens, each.prompt_done, reason, error, code))
 
 
 def _logprob(token: int, count: int) -> TokenLogprob:

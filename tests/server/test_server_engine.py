@@ -254,7 +254,7 @@ def test_B42_a_step_that_fails_ends_its_request_only(model: kvcore.Model, monkey
                     assert "finite" in error_of(response, 500)["message"]
                 else:
                     assert response.json()["usage"]["completion_tokens"] == 12
-        assert stream(live.http, TEXTS, **bodies[1]).chunks[-1]["error"]["code"] == "engine_error"
+        assert stream(live.http, TEXTS, **bodies[1]).chunks[-1]["error"]["code"] == "not_finite"
         assert live.post(TEXTS, **bodies[0]).status_code == 200
         assert live.http.get("/health").json()["status"] == "ready"
 

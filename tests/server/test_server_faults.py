@@ -16,6 +16,17 @@ import pytest
 from live import CHAT, MESSAGES, TEXT, TEXTS, Live, error_of, wait_until, works
 from sse import Stream, parse, stream
 
+from kvcore.engine import Failure
+
+FAILURES = [  # the engine's code, and the status, the code and the type of the answer
+    ("out_of_memory", 503, "out_of_memory", "server_error"),
+    ("insufficient_kv_budget", 400, "insufficient_kv_budget", "invalid_request_error"),
+    ("not_finite", 500, "not_finite", "server_error"),
+    ("cancelled", 503, "cancelled", "server_error"),
+    ("shutdown", 503, "stopping", "server_error"),
+    ("internal", 500, "engine_error", "server_error"),
+]
+
 
 def endless(_request: Any) -> list[int]:
     return [77] * 1_000_000
@@ -97,11 +108,12 @@ def test_B42_B74_a_failure_of_the_engine_has_a_status_before_the_first_piece(
     serve_fake: Callable[..., Live], streamed: bool
 ) -> None:
     live = serve_fake(engine={"fail_after": 0})
-    error = error_of(live.post(CHAT, messages=MESSAGES, stream=streamed), 500)
-    assert "logits are not finite" in error["message"]
-    live.engine.fail_words = "out of memory: 100 bytes needed, 50 available"
-    error = error_of(live.post(CHAT, messages=MESSAGES, stream=streamed), 503)
-    assert error["code"] == "out_of_memory"
+    for code, status, shown, kind in FAILURES:
+        live.engine.failure = Failure("memory, or the memory of it", code)  # words decide nothing
+        response = live.post(CHAT, messages=MESSAGES, stream=streamed)
+        error = error_of(response, status)
+        assert (error["message"], error["code"], error["type"]) == ("memory, or the memory of it", shown, kind)
+        assert ("retry-after" in response.headers) == (status == 503)
     live.engine.fail_after = None
     assert works(live)
 

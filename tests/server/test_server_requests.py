@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from live import CHAT, MESSAGES, NATIVE, TEXTS, Live, error_of, works
 
-from kvcore.engine.types import BudgetError, ContextLengthError, NotReadyError, QueueFullError
+from kvcore.engine.types import BudgetError, ContextLengthError, ModeError, NotReadyError, QueueFullError
 from kvcore.errors import InputError, UnsupportedError
 
 BASE: dict[str, dict[str, Any]] = {CHAT: {"messages": MESSAGES}, TEXTS: {"prompt": "hi"}, NATIVE: {"prompt": "hi"}}
@@ -242,7 +242,8 @@ REFUSALS = [
     (NotReadyError("the engine stops"), 503, "not_ready", None),
     (UnsupportedError("no mode like this here"), 400, "invalid_value", "messages"),
     (InputError("no"), 400, "invalid_value", "messages"),
-    (InputError("cache mode int8: this server has room for fp16 only"), 400, "invalid_value", "kv_cache_mode"),
+    (InputError("cache mode of no kind"), 400, "invalid_value", "messages"),
+    (ModeError("cache mode int8: this server has room for fp16 only"), 400, "invalid_value", "kv_cache_mode"),
     (ValueError("secret words"), 500, "internal", None),
 ]
 

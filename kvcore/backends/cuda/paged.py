@@ -7,43 +7,37 @@ length, so nothing here waits for the device but `stats` and `view`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvcore.backends.cuda.attend import Pages, VRotation
+from kvcore.backends.cuda.attend import Pages
 from kvcore.backends.cuda.attention import MAX_DECODE_ROWS, attend_rows
-from kvcore.backends.cuda.block_tables import NEVER, BlockTables
+from kvcore.backends.cuda.block_tables import BlockTables
 from kvcore.backends.cuda.capped import capped
-from kvcore.backends.cuda.kernels.append import append, rope_angles
+from kvcore.backends.cuda.kernels.append import rope_angles
 from kvcore.backends.cuda.kernels.fold import Fold
 from kvcore.backends.cuda.native import PAGE, NativeLayout
+from kvcore.backends.cuda.paged_layer import LayerState, PagedLayer, PagedLayers, append_rows, by_position, on_device
 from kvcore.backends.cuda.paged_load import page_sizes, write_layer
-from kvcore.backends.cuda.paged_view import count_nonfinite, view_layer
+from kvcore.backends.cuda.paged_view import count_nonfinite
 from kvcore.backends.cuda.pool import PagePool
+from kvcore.backends.cuda.pool_memory import make_free, or_say_why
 from kvcore.backends.cuda.pools import PagePools
 from kvcore.backends.cuda.prefill import PrefillPlan
-from kvcore.errors import CapacityError, InputError
-from kvcore.layout import CacheShape, CacheStats, Cap, KVView, Layout, visible
+from kvcore.errors import InputError
+from kvcore.layout import CacheShape, CacheStats, Cap, KVView, visible
 from kvcore.layout.footprint import pages_needed
 
+__all__ = ["PagedLayer", "PagedStorage", "append_rows", "by_position", "on_device"]
+
 FIRST_CAPACITY = 256  # tokens, where the caller expects no number
-
-
-@dataclass(slots=True)
-class LayerState:
-    """One layer's share: R_K as `append` takes it, R_V (None: not rotated), its planes with the tables, its rows."""
-
-    k_matrix: Tensor | None
-    v_rotation: VRotation | None
-    tokens: int = 0
-    pages: Pages = field(init=False)
 
 
 class PagedStorage:
@@ -91,7 +85,7 @@ class PagedStorage:
         for pool in self._pools():
             pool.users.add(self)
         weakref.finalize(self, self.tables.close).atexit = False
-        self._bind()
+        self.bind()
 
     def _pools(self) -> tuple[PagePool, ...]:
         return self.pools.all()
@@ -109,7 +103,7 @@ class PagedStorage:
 
     @property
     def layers(self) -> Sequence[PagedLayer]:
-        return _Layers(self, self._states)
+        return PagedLayers(self, self._states)
 
     @property
     def tokens(self) -> int:
@@ -220,7 +214,7 @@ class PagedStorage:
             if max(map(len, t.entries(row))) >= t.width:
                 with self._or_say_why(self.tokens):
                     t.widen(t.width * 3 // 2 + 1)
-                self._bind()
+                self.bind()
             t.drop(row, first, count)
         for state in self._states:
             state.tokens = self.tokens
@@ -232,9 +226,9 @@ class PagedStorage:
         sinks, native, raw = view.sinks, page_sizes(view.folded), page_sizes(view.tokens - view.folded)
         with self._on_device(), self._or_say_why(view.tokens):
             for pool, pages in ((self.native, len(native)), (self.raw, len(raw) + (sinks > 0))):
-                self._grow(pool, pages * self.shape.batch)
+                make_free(pool, pages * self.shape.batch, self.pools, self.shape.budget)
             self.tables.widen(max(len(native), len(raw)))
-            self._bind()
+            self.bind()
             for row in rows:
                 self.tables.fill(row, native, raw, sinks=sinks > 0, first_rows=sinks if view.folded else first_rows)
                 self.tables.hand_over(row, undo=not folding)
@@ -310,42 +304,13 @@ class PagedStorage:
         needs, t = self.tables.needs(new), self.tables
         with self._or_say_why(self.tokens + count):
             for pool, wanted in ((self.native, needs.native), (self.raw, needs.raw)):
-                self._grow(pool, wanted)
+                make_free(pool, wanted, self.pools, self.shape.budget)
             if needs.width > t.width:
                 t.widen(max(needs.width, t.width * 3 // 2))
-                self._bind()
+                self.bind()
         t.extend(new)
 
-    def _grow(self, pool: PagePool | None, wanted: int) -> None:
-        """Make ``wanted`` pages free, and by half more than there were if that fits."""
-        if pool is None or wanted <= pool.free_pages:
-            return
-        if pool.fixed:
-            pool.require(wanted)
-        least = pool.pages + wanted - pool.free_pages
-        most = self._pages_within_budget(pool, least)
-        try:
-            pool.grow(min(max(least, pool.pages * 3 // 2), most))
-        except torch.OutOfMemoryError:
-            pool.grow(least)
-        for user in pool.users:
-            user._bind()  # which lets go of the old planes
-
-    def _pages_within_budget(self, pool: PagePool, least: int) -> int:
-        """How many pages the pool may have beside the others. CapacityError where these are fewer than ``least``."""
-        budget = self.shape.budget
-        if budget is None:
-            return NEVER
-        others = sum(each.allocated_bytes for each in self._pools() if each is not pool)
-        most = (budget - others) // pool.page_bytes
-        if least > most:
-            raise CapacityError(
-                f"{least} {pool.what} pages take {others + least * pool.page_bytes} bytes with the others, the budget "
-                f"is {budget} bytes: give a larger --kv-cache-budget, a smaller cache mode or fewer tokens"
-            )
-        return most
-
-    def _bind(self) -> None:
+    def bind(self) -> None:
         """Give each layer its share of the planes and tables, where these have changed their addresses."""
         self.bindings += 1
         t = self.tables
@@ -377,19 +342,8 @@ class PagedStorage:
             **tables,
         )
 
-    @contextmanager
-    def _or_say_why(self, tokens: int) -> Iterator[None]:
-        """A CUDA out-of-memory error as one line for the user."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            shape = self.shape
-            rows = shape.batch * shape.num_layers * shape.num_kv_heads * tokens
-            wanted = rows * shape.layout.bytes_per_token(shape.dtype)
-            raise CapacityError(
-                f"out of memory on {self.device}: the pages of {tokens} tokens in mode {shape.name} take about "
-                f"{wanted} bytes, and they grow by a copy; use a smaller cache mode or a shorter context"
-            ) from error
+    def _or_say_why(self, tokens: int) -> AbstractContextManager[None]:
+        return or_say_why(self.shape, self.device, tokens)
 
     def _plan(self, count: int, cap: Cap | None) -> PrefillPlan:
         """The plan of the step under way, the same for every layer with the same rule."""
@@ -403,135 +357,3 @@ class PagedStorage:
     def _on_device(self) -> AbstractContextManager[object]:
         """Triton launches on torch's current device."""
         return on_device(self.device)
-
-
-class PagedLayer:
-    """One layer of a `PagedStorage`, which holds its state: layers are made where they are asked for, so that the pages
-    of a cache go with it at once, without a cycle to collect."""
-
-    __slots__ = ("_state", "_storage", "layer", "layout")
-
-    def __init__(self, storage: PagedStorage, layer: int, state: LayerState) -> None:
-        self._storage, self._state = storage, state
-        self.layer, self.layout = layer, storage.shape.layout
-
-    @property
-    def tokens(self) -> int:
-        return self._state.tokens
-
-    def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None = None,
-        *,
-        angles: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """One launch writes the new rows and both queries, then attention: see `CacheLayer.step`. With ``angles`` of
-        `PagedStorage.angles`, q and k come before the rotary embedding."""
-        storage, state, count = self._storage, self._state, int(k.shape[2])
-        self._check(q, k, v, count)
-        if self.tokens == storage.tokens:
-            storage.start_step(count)
-        elif self.tokens + count != storage.tokens:
-            raise ValueError(f"layer {self.layer} is {storage.tokens - self.tokens} rows behind, and gets {count}")
-        with on_device(storage.device):
-            queries = append_rows(state.pages, self.layout, state.k_matrix, q, k, v, angles)
-            state.tokens += count
-            plan, window = storage.way(count, window)
-            out = storage.attend(
-                *queries,
-                state.pages,
-                self.layout,
-                plan=plan,
-                query_rows=count,
-                v_rotation=state.v_rotation,
-                scale=scale,
-                window=window,
-            )
-        return by_position(out, count)
-
-    def view(self) -> KVView:
-        """The live rows in canonical form; waits for the device."""
-        storage = self._storage
-        return view_layer(storage.shape, storage.tables, storage.raw, storage.native, self.layer)
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, count: int) -> None:
-        shape, layout = self._storage.shape, self.layout
-        for name, rows, heads, dim in (
-            ("Q", q, shape.num_q_heads, layout.k_dim),
-            ("K", k, shape.num_kv_heads, layout.k_dim),
-            ("V", v, shape.num_kv_heads, layout.v_dim),
-        ):
-            if tuple(rows.shape) != (expected := (shape.batch, heads, count, dim)):
-                raise InputError(f"{name} rows of shape {tuple(rows.shape)}: this layer takes {expected}")
-
-
-class _Layers(Sequence[PagedLayer]):
-    """Layers that are made one by one, as they are asked for."""
-
-    __slots__ = ("_states", "_storage")
-
-    def __init__(self, storage: PagedStorage, states: Sequence[LayerState]) -> None:
-        self._storage, self._states = storage, states
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    @overload
-    def __getitem__(self, at: int) -> PagedLayer: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[PagedLayer]: ...
-    def __getitem__(self, at: int | slice) -> PagedLayer | list[PagedLayer]:
-        layers = range(len(self._states))[at]
-        if isinstance(layers, range):
-            return [self[layer] for layer in layers]
-        return PagedLayer(self._storage, layers, self._states[layers])
-
-
-def append_rows(
-    pages: Pages,
-    layout: Layout,
-    k_matrix: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """Write new rows into their pages, after the rotary embedding where there are ``angles``; returns both queries,
-    [B, Hkv, n · group, D]."""
-    shape = (len(k), k.shape[1], k.shape[2], q.shape[1] // k.shape[1], q.shape[-1])
-    q_out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    rotated = torch.empty(shape, dtype=torch.float16, device=q.device) if layout.k.quantized else None
-    append(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        angles,
-        pages.raw_k,
-        pages.raw_v,
-        pages.raw_table,
-        pages.length,
-        pages.folded,
-        q_out,
-        q_pages=rotated,
-        k_matrix=k_matrix,
-    )
-    plain = q_out.flatten(2, 3)
-    return plain, plain if rotated is None else rotated.flatten(2, 3)
-
-
-def by_position(out: Tensor, count: int) -> Tensor:
-    """Attention's output [B, Hkv, n · group, D] as [B, Hq, n, D]."""
-    batch, _, _, dim = out.shape
-    return out.unflatten(2, (count, -1)).transpose(2, 3).reshape(batch, -1, count, dim)
-
-
-def on_device(device: str) -> AbstractContextManager[object]:
-    """Make ``device`` torch's current one, on which Triton launches, where it is another."""
-    where = torch.device(device)
-    if where.type != "cuda" or where.index in (None, torch.cuda.current_device()):
-        return nullcontext()
-    return torch.cuda.device(where)

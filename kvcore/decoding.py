@@ -11,7 +11,7 @@ import numpy as np
 from kvcore.backends import Backend
 from kvcore.cache import Cache
 from kvcore.cache.storage import TurningStorage
-from kvcore.errors import KvcoreError
+from kvcore.errors import KvcoreError, NonFiniteError
 from kvcore.generate import TokenSource
 from kvcore.models.config import LlamaConfig
 from kvcore.models.llama import LlamaParams, decode_logits
@@ -114,7 +114,7 @@ class GroupTokens:
             if not isinstance(token, int):
                 found.append(token[None])
             elif token < 0:
-                found.append(KvcoreError(NOT_FINITE))
+                found.append(NonFiniteError(NOT_FINITE))
             else:
                 if sampler is not None and sampler.params.temperature:
                     sampler.uniform()

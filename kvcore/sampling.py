@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcore.errors import InputError, KvcoreError
+from kvcore.errors import InputError, NonFiniteError
 
 NOT_FINITE = "the model's logits are not finite: check its weights, or use a wider --dtype"
 
@@ -112,7 +112,7 @@ class Sampler:
                 scores[token] += bias
         best = int(np.argmax(scores))
         if not np.isfinite(scores[best]):
-            raise KvcoreError(NOT_FINITE)
+            raise NonFiniteError(NOT_FINITE)
         if p.temperature == 0:
             return best
         return self._draw((scores - scores[best]) / p.temperature)

@@ -254,7 +254,8 @@ class Engine:
                 return
             self._prefixes.keep(running, fork=True)
         if running.offset >= running.target:
-            running.reserved = self._needs(running, self._planned(running))
+            running.covered = self._planned(running)
+            running.reserved = self._needs(running, running.covered)
             self._changes += 1
             if not running.answer.tokens:
                 self._sample(running, logits[-1][-1])
@@ -313,7 +314,7 @@ class Engine:
                 self._finish(running, "error", failure=failure_of(error))
                 continue
             heapq.heappop(self._waiting)
-            running.cache, running.reserved = cache, needs
+            running.cache, running.reserved, running.covered = cache, needs, self._planned(running)
             if not running.started:
                 running.started, running.cached = True, cache.offset
                 self._prefixes.count(running, adopted is not None, declined)
@@ -359,12 +360,15 @@ class Engine:
         for running in batch:
             if running.cache is None:
                 continue
-            needs = self._needs(running, max(running.length, running.offset + 1))
+            tokens = max(running.length, running.offset + 1)
+            if tokens <= running.covered:
+                continue
+            needs = self._needs(running, tokens)
             if covers(running.reserved, needs):
                 continue
             planned = self._needs(running, self._planned(running))
             if self._free(running.mode, beyond(planned, running.reserved)):
-                running.reserved = planned
+                running.reserved, running.covered = planned, self._planned(running)
                 continue
             while running.cache is not None and not self._free(running.mode, beyond(needs, running.reserved)):
                 self._preempt(self._youngest(running.mode)[-1])
@@ -411,7 +415,7 @@ class Engine:
             if running in self._running:
                 self._running.remove(running)
         self._changes += 1
-        running.cache, running.reserved = None, ()
+        running.cache, running.reserved, running.covered = None, (), 0
 
     def _tell(
         self, running: Running, text: str = "", reason: FinishReason | None = None, failure: Failure | None = None

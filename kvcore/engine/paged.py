@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcore.cache import Cache, CacheSpec
 from kvcore.engine.config import KvUse, Pages
-from kvcore.engine.memory import Amount, Holder, RowCosts, beyond
+from kvcore.engine.memory import Amount, Holder, RowCosts
 
 
 class PageMemory:
@@ -50,12 +50,12 @@ class PageMemory:
         return tuple(storage.pages_held)
 
     def room(self, mode: str, holders: Iterable[Holder], idle: int) -> Amount:
-        free = self._amount(mode, [pool.free_pages for pool in self._pools[mode].all()])
+        raw, native = self._amount(mode, [pool.free_pages for pool in self._pools[mode].all()])
         for holder in holders:
             if holder.mode == mode and holder.cache is not None:
-                due = beyond(holder.reserved, self.held(holder.cache))
-                free = tuple(a - b for a, b in zip(free, due, strict=True))
-        return free
+                (raw_due, native_due), held = holder.reserved, self.held(holder.cache)
+                raw, native = raw - max(0, raw_due - held[0]), native - max(0, native_due - held[1])
+        return raw, native
 
     def shares(self, mode: str, other: str) -> bool:
         return mode == other

@@ -30,6 +30,7 @@ class Running:
     sampler: Sampler
     cache: Cache | None = None
     reserved: Amount = ()
+    covered: int = 0  # tokens that ``reserved`` is known to be enough for
     started: bool = False
     cached: int = 0  # rows that it adopted when it was started first
     failures: int = 0

@@ -155,7 +155,7 @@ class GroupLayer:
     @property
     def tokens(self) -> int:
         """Live rows of the longest sequence."""
-        return max(storage.state(self.layer).tokens for storage in self._group._storages)
+        return max(storage.layers[self.layer].tokens for storage in self._group._storages)
 
     def step(
         self,

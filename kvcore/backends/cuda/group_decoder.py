@@ -90,6 +90,7 @@ class GroupDecoder:
         self._memory: Any = None  # of all graphs
         self._most, self._width = bucket_of(most), FIRST_WIDTH
         self._ready = False
+        self._stamps: list[int] = []  # of what the tables hold
         self._asked: tuple[int, list[int]] = (0, [])  # rows of the step under way, and those whose logits are wanted
         self._event: torch.cuda.Event | None = None
 
@@ -125,7 +126,7 @@ class GroupDecoder:
         first, count = storages[0], len(storages)
         bucket = bucket_of(count)
         try:
-            self._make_room(bucket, max(storage.tables.entries_used for storage in storages))
+            self._make_room(bucket, self._needed_width(storages))
             self._fill_tables(storages, bucket)
             mix = self._fill(storages, ids, settings, uniform, bucket)
             with on_device(self._device):
@@ -154,6 +155,12 @@ class GroupDecoder:
         return tokens
 
     # What a step reads
+
+    def _needed_width(self, storages: Sequence[PagedStorage]) -> int:
+        """Of the tables that changed since their slot was filled last."""
+        stamps = self._stamps + [-1] * (len(storages) - len(self._stamps))
+        changed = (x for x, stamp in zip(storages, stamps, strict=False) if x.tables.stamp != stamp)
+        return max((storage.tables.entries_used for storage in changed), default=0)
 
     def _make_room(self, bucket: int, width: int) -> None:
         """Tensors of a fixed address for so many slots and pages; larger ones end all graphs."""

@@ -74,6 +74,7 @@ class PagedStorage:
             self._states = [
                 LayerState(self.pools.k_matrix(layer), self.pools.rotations[layer]) for layer in range(shape.num_layers)
             ]
+        self._advanced = 0  # rows of every layer that no layer's state counts yet
         self._start()
 
     def _start(self) -> None:
@@ -113,7 +114,7 @@ class PagedStorage:
     @property
     def layer_tokens(self) -> int:
         """Live rows of the last layer."""
-        return self._states[-1].tokens
+        return self._states[-1].tokens + self._advanced
 
     @property
     def rows_folded(self) -> int:
@@ -152,11 +153,11 @@ class PagedStorage:
 
     def advance(self, count: int) -> None:
         """A step of ``count`` rows has been launched in every layer, by a CUDA graph."""
-        for state in self._states:
-            state.tokens += count
+        self._advanced += count
 
     def set_layer_tokens(self, tokens: Sequence[int]) -> None:
-        """Take back the rows of a step that was captured and not run."""
+        """What each layer holds, as after a step that was captured and not run."""
+        self._advanced = 0
         for state, count in zip(self._states, tokens, strict=True):
             state.tokens = count
 
@@ -201,8 +202,7 @@ class PagedStorage:
             raise InputError(f"cannot trim {count} rows: the cache holds {self.tokens}")
         for row in range(self.shape.batch):
             self.tables.trim(row, count)
-        for state in self._states:
-            state.tokens = min(state.tokens, self.tokens)
+        self.set_layer_tokens([min(state.tokens + self._advanced, self.tokens) for state in self._states])
         self._stale = True
 
     def drop(self, first: int, count: int) -> None:
@@ -216,8 +216,7 @@ class PagedStorage:
                     t.widen(t.width * 3 // 2 + 1)
                 self.bind()
             t.drop(row, first, count)
-        for state in self._states:
-            state.tokens = self.tokens
+        self.set_layer_tokens([self.tokens] * len(self._states))
         self._stale = True
 
     def load(self, views: Sequence[KVView], first_rows: int, folding: bool) -> None:
@@ -234,8 +233,7 @@ class PagedStorage:
                 self.tables.hand_over(row, undo=not folding)
             for layer, each in enumerate(views):
                 write_layer(self.shape, self.tables, self.raw, self.native, layer, each)
-        for state in self._states:
-            state.tokens = self.tokens
+        self.set_layer_tokens([self.tokens] * len(self._states))
         self._stale = True
 
     def shorten(self, tokens: int) -> None:
@@ -249,7 +247,7 @@ class PagedStorage:
         raw = self.tokens - folded + sinks
         rows = shape.batch * shape.num_layers * shape.num_kv_heads
         return CacheStats(
-            tokens=self._states[-1].tokens,
+            tokens=self.layer_tokens,
             rows_raw=raw,
             rows_folded=folded,
             kv_bytes=self.live_bytes,

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LayerState:
-    """One layer's share: R_K as `append` takes it, R_V (None: not rotated), its planes with the tables, its rows."""
+    """One layer's share: R_K as `append` takes it, R_V (None: not rotated), its planes with the tables, its rows beside
+    those of `PagedStorage.advance`."""
 
     k_matrix: Tensor | None
     v_rotation: VRotation | None
@@ -42,7 +43,7 @@ class PagedLayer:
 
     @property
     def tokens(self) -> int:
-        return self._state.tokens
+        return self._state.tokens + self._storage._advanced
 
     def step(
         self,

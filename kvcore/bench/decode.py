@@ -36,7 +36,10 @@ SETTLE = 4  # tokens after which steps are compiled and captured; their times ar
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model to measure. ``bits_per_weight`` is what a step reads for one, ``kernels`` the registry's policy."""
+    """A model to measure. ``bits_per_weight`` is what a step reads for one, ``kernels`` the registry's policy.
+
+    ``shared``: the model of rank 0 where ranks share it; they are told of each step. Its bytes are this rank's.
+    """
 
     backend: Backend
     config: LlamaConfig
@@ -45,12 +48,15 @@ class Subject:
     name: str
     kernels: str
     bits_per_weight: float
+    shared: Model | None = None
 
     @classmethod
     def of(cls, model: Model) -> Subject:
-        """Weights are counted at their compute dtype: the stored form is a backend's own."""
-        bits = 8.0 * ITEMSIZE[model.params.dtype]
-        return cls(model.backend, model.config, model.params, model.registry, model.name, model.kernels, bits)
+        """Weights are counted as the backend holds them, in their compute dtype where it does not say."""
+        elements, size = ModelShape.from_config(model.config).streamed_weights, _held(model.params)
+        bits = 8.0 * (ITEMSIZE[model.params.dtype] if size is None else size / elements)
+        shared = model if model.leader is not None else None
+        return cls(model.backend, model.config, model.params, model.registry, model.name, model.kernels, bits, shared)
 
     @classmethod
     def random(cls, backend: Backend, checkpoint: Any, name: str, *, dtype: str | None, kernels: str) -> Subject:
@@ -62,6 +68,8 @@ class Subject:
         return cls(backend, checkpoint.config, params, registry, name, kernels, bits)
 
     def new_cache(self, mode: str, batch: int, capacity: int) -> Cache:
+        if self.shared is not None:
+            return self.shared.new_cache(mode, batch=batch, capacity=capacity)
         config = self.config
         spec = CacheSpec(
             mode=MODES[mode],
@@ -75,9 +83,29 @@ class Subject:
         )
         return make_cache(self.backend, spec, kernels=self.kernels, registry=self.registry)
 
+    def forward(self, ids: np.ndarray, cache: Cache) -> Any:
+        """Logits of the last token, for `picked`."""
+        if self.shared is not None:
+            return self.shared.forward(ids, cache)
+        return forward(self.backend.ops, self.config, self.params, ids, cache)
+
+    def picked(self, logits: Any) -> np.ndarray:
+        """The likeliest token of each sequence."""
+        host = logits if isinstance(logits, np.ndarray) else self.backend.ops.to_numpy(logits)
+        token: np.ndarray = host[:, -1].argmax(-1)
+        return token
+
     def weight_bytes(self, bits: float | None = None) -> float:
         """Read by one step, of ``bits`` each or as many as here."""
         return ModelShape.from_config(self.config).streamed_weights * (bits or self.bits_per_weight) / 8
+
+
+def _held(params: LlamaParams) -> int | None:
+    """Bytes of the matrices that a step reads; None where the backend does not say."""
+    linear = [each.weight for layer in params.layers for each in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    parts = [part for weight in (*linear, params.head) for part in (weight if isinstance(weight, tuple) else (weight,))]
+    sizes = [getattr(part, "nbytes", None) for part in parts]
+    return None if None in sizes else sum(int(size) for size in sizes if size is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +198,9 @@ def _fill(subject: Subject, settings: Settings, cache: Cache, tokens: int) -> li
     logits = None
     for begin in range(0, tokens, settings.prefill_step):
         chunk = ids[:, begin : begin + settings.prefill_step]
-        logits = forward(subject.backend.ops, subject.config, subject.params, chunk, cache)
+        logits = subject.forward(chunk, cache)
     cache.begin_decode()
-    first: list[int] = subject.backend.ops.to_numpy(logits)[:, -1].argmax(-1).tolist()
+    first: list[int] = subject.picked(logits).tolist()
     return first
 
 
@@ -206,22 +234,24 @@ def _decode(subject: Subject, each: _Run, count: int) -> list[float]:
     cache = each.cache.fork()
     greedy = [Sampler(SamplingParams()) for _ in each.first]
     seen = [[token] for token in each.first]
-    source = token_source(subject.backend, subject.config, subject.params, cache, greedy, seen)
+    source = None  # ranks are launched step by step
+    if subject.shared is None:
+        source = token_source(subject.backend, subject.config, subject.params, cache, greedy, seen)
     tokens = _host_tokens(subject, cache, each.first) if source is None else source.tokens(each.first, count + SETTLE)
     times = []
     for _ in range(count + SETTLE):
         next(tokens)
         times.append(time.perf_counter())
     tokens.close()
-    each.step = "host" if source is None else source.no_graph or "CUDA graph"
+    host = "host" if subject.shared is None else f"host, {subject.params.ranks.size} ranks"
+    each.step = host if source is None else source.no_graph or "CUDA graph"
     return [b - a for a, b in zip(times[SETTLE - 1 :], times[SETTLE:], strict=False)]
 
 
 def _host_tokens(subject: Subject, cache: Cache, first: Sequence[int]) -> Any:
     tokens = np.array(first, np.int32)[:, None]
     while True:
-        logits = forward(subject.backend.ops, subject.config, subject.params, tokens, cache)
-        tokens = subject.backend.ops.to_numpy(logits)[:, -1].argmax(-1).astype(np.int32)[:, None]
+        tokens = subject.picked(subject.forward(tokens, cache)).astype(np.int32)[:, None]
         yield tokens[:, 0].tolist()
 
 

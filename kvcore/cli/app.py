@@ -22,6 +22,7 @@ from kvcore.cli.options import (
     GenerateBenchOptions,
     LifeOptions,
     LinearBenchOptions,
+    ModelBenchOptions,
     ModelOption,
     ModeOptions,
     ParallelOptions,
@@ -253,6 +254,7 @@ def bench_decode(
     bench: BenchOptions,
     options: DecodeBenchOptions,
     backend: BackendOptions,
+    parallel: ParallelOptions,
     common: CommonOptions,
 ) -> None:
     """Time decode of a whole model at long contexts, mode by mode.
@@ -261,7 +263,17 @@ def bench_decode(
     """
     from kvcore.cli.bench_decode import bench_decode as run
 
-    run(model, bench, options, backend, common)
+    run(model, bench, options, backend, parallel, common)
+
+
+def bench_model(options: ModelBenchOptions, common: CommonOptions) -> None:
+    """Write a model of a real shape with synthetic weights.
+
+    A folder for --model that needs no download, with a tokenizer. Its text means nothing; its speed does.
+    """
+    from kvcore.cli.bench_model import bench_model as run
+
+    run(options, common)
 
 
 def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common: CommonOptions) -> None:
@@ -337,6 +349,7 @@ app.add_typer(export, name="export")
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True, rich_markup_mode=None)
 add_command(bench, "generate", bench_generate)
 add_command(bench, "decode", bench_decode)
+add_command(bench, "model", bench_model)
 add_command(bench, "rates", bench_rates)
 add_command(bench, "attention", bench_attention)
 add_command(bench, "cache", bench_cache)

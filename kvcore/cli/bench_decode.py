@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvcore.bench.environment import describe
 from kvcore.cli.bench import check_positive, modes_of, numbers, publish
-from kvcore.cli.options import BackendOptions, BenchOptions, CommonOptions, DecodeBenchOptions, ModelOption
+from kvcore.cli.options import (
+    BackendOptions,
+    BenchOptions,
+    CommonOptions,
+    DecodeBenchOptions,
+    ModelOption,
+    ParallelOptions,
+)
+from kvcore.cli.ranks import leads, work
 from kvcore.cli.terminal import note
 from kvcore.errors import InputError
 from kvcore.loading import load, resolve_dtype
@@ -17,6 +26,7 @@ if TYPE_CHECKING:
     from kvcore.backends import Backend
     from kvcore.bench.decode import Subject
     from kvcore.models.config import LlamaConfig
+    from kvcore.runtime import Model
 
 
 def bench_decode(
@@ -24,11 +34,25 @@ def bench_decode(
     bench: BenchOptions,
     options: DecodeBenchOptions,
     backend: BackendOptions,
+    parallel: ParallelOptions,
     common: CommonOptions,
 ) -> None:
     """Decode of a whole model at long contexts, mode by mode."""
     from kvcore.bench.decode import COLUMNS, Settings, plot, run, with_peer
 
+    def load_it() -> Model:
+        return load(
+            model.model,
+            backend=backend.backend,
+            device=backend.device,
+            dtype=backend.dtype,
+            kernels=backend.kernels,
+            notify=note,
+            tensor_parallel=parallel.tensor_parallel,
+        )
+
+    if not leads(parallel):
+        work(load_it)
     modes = modes_of(bench.modes)
     lengths = numbers("--prompt-tokens", options.prompt_tokens)
     for name, number in (
@@ -42,7 +66,9 @@ def bench_decode(
         raise InputError(f"--fill {options.fill}: choose real or random")
     if options.peer not in ("none", "transformers"):
         raise InputError(f"--peer {options.peer}: choose none or transformers")
-    subject = _subject(model, options.random_model, backend, max(lengths), options.max_tokens)
+    if parallel.tensor_parallel > 1:
+        _check_ranks(options)
+    subject = _subject(model, options.random_model, backend, load_it, max(lengths), options.max_tokens)
     made = None if options.peer == "none" else _peer(subject)
     settings = Settings(
         modes,
@@ -62,10 +88,29 @@ def bench_decode(
         peer = {"peer": "; ".join([f"{options.peer} {made.RELEASE}, bf16 weights", *absent])}
     measured = "none" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.2f} TB/s"
     environment = {**describe(subject.backend), "model": subject.name, "seed": "0", "read ceiling": measured, **peer}
+    if subject.shared is not None:
+        environment["ranks"] = f"{parallel.tensor_parallel} over {subject.params.ranks.name}"
     publish("decode", environment, rows, COLUMNS, bench, common, plot)
 
 
-def _subject(model: ModelOption, random_model: str | None, options: BackendOptions, tokens: int, more: int) -> Subject:
+def _check_ranks(options: DecodeBenchOptions) -> None:
+    """InputError for what one process does alone."""
+    if options.random_model is not None:
+        raise InputError("--random-model with ranks: write it with kvcore bench model, and give --model")
+    if options.fill == "random":
+        raise InputError("--fill random draws rows for one process: with ranks use --fill real")
+    if options.peer != "none":
+        raise InputError(f"--peer {options.peer} runs in one process: leave it out with ranks")
+
+
+def _subject(
+    model: ModelOption,
+    random_model: str | None,
+    options: BackendOptions,
+    load_it: Callable[[], Model],
+    tokens: int,
+    more: int,
+) -> Subject:
     from kvcore.backends import load_backend
     from kvcore.bench.decode import Subject
     from kvcore.bench.random_model import random_checkpoint
@@ -78,14 +123,7 @@ def _subject(model: ModelOption, random_model: str | None, options: BackendOptio
             )
 
     if random_model is None:
-        loaded = load(
-            model.model,
-            backend=options.backend,
-            device=options.device,
-            dtype=options.dtype,
-            kernels=options.kernels,
-            notify=note,
-        )
+        loaded = load_it()
         check(loaded.config)
         return Subject.of(loaded)
     if model.model is not None:

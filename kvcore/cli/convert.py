@@ -43,9 +43,9 @@ def convert(model: ModelOption, options: ConvertOptions, common: CommonOptions) 
                 extra=tokenizer.save,
             )
     if common.json:
-        print(json.dumps(_report(report), indent=2))
+        print(json.dumps(report_dict(report), indent=2))
     else:
-        print("\n".join(_lines(report)))
+        print("\n".join(report_lines(report)))
 
 
 def _checked(options: ConvertOptions) -> Path:
@@ -67,7 +67,7 @@ def _bits(options: ConvertOptions, checkpoint: Checkpoint) -> int | None:
     return None if quantized else DEFAULT_BITS
 
 
-def _lines(report: SaveReport) -> list[str]:
+def report_lines(report: SaveReport) -> list[str]:
     lines = [
         f"{report.folder}: {report.nbytes / 1e6:.1f} MB in {len(report.files)} file(s), "
         f"{report.bits_per_weight:.2f} bits per weight on average"
@@ -79,7 +79,7 @@ def _lines(report: SaveReport) -> list[str]:
     return lines
 
 
-def _report(report: SaveReport) -> dict[str, Any]:
+def report_dict(report: SaveReport) -> dict[str, Any]:
     return {
         "folder": str(report.folder),
         "files": list(report.files),

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+RANDOM_MODELS = "llama-3.1-8b-4bit, llama-3.1-8b-bf16, llama-3.1-70b-4bit, llama-3.2-1b-4bit or smollm2-135m"
 MODES = "fp16, int8, int8-turbo4, turbo4, turbo4-asym, turbo4-delegated, turbo3-asym"
 
 
@@ -298,7 +299,7 @@ class DecodeBenchOptions:
         str | None,
         flag(
             "--random-model",
-            "Synthetic weights instead: llama-3.1-8b-4bit, llama-3.1-8b-bf16, llama-3.2-1b-4bit or smollm2-135m.",
+            f"Synthetic weights instead: {RANDOM_MODELS}.",
             metavar="NAME",
         ),
     ] = None
@@ -315,6 +316,25 @@ class DecodeBenchOptions:
         str,
         flag("--peer", "none, or transformers: its generate loop on a bf16 model of the same shape.", metavar="NAME"),
     ] = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBenchOptions:
+    """A model with synthetic weights, to be written."""
+
+    random_model: Annotated[str | None, flag("--random-model", f"Its shape: {RANDOM_MODELS}.", metavar="NAME")] = None
+    out: Annotated[str | None, flag("--out", "Folder to make; it must be new or empty.", metavar="DIR")] = None
+    layers: Annotated[int | None, flag("--layers", "Write this many layers; without it, all.", min=1, metavar="N")] = (
+        None
+    )
+    tokenizer: Annotated[
+        str | None,
+        flag(
+            "--tokenizer",
+            "Folder, tokenizer.json or .gguf file to take it from; without it, the embedded SmolLM2's.",
+            metavar="PATH",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,8 @@ import pytest
 from every_mode import load, tokens
 
 import kvcore
+from kvcore.advise import ModelShape
+from kvcore.bench import random_model
 from kvcore.modes import MODES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,16 +165,47 @@ def test_torchrun_starts_generate(four_heads: Path) -> None:
     assert "tensor parallel: 2 ranks over gloo; each holds 4 query and 2 KV heads" in both.stderr.decode()
 
 
+@pytest.fixture
+def synthetic(four_heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of `kvcore bench model`, with 4 KV heads and more tokens than its tokenizer has."""
+    monkeypatch.setattr(random_model, "SHAPES", {"llama-3.1-8b": ModelShape(2, 128, 256, 8, 4, 32, 600, False, 4096)})
+    folder = tmp_path / "synthetic"
+    random_model.write_random_model("llama-3.1-8b-4bit", folder, random_model.find_tokenizer(str(four_heads)))
+    return folder
+
+
 @pytest.mark.full
-def test_bench_generate_over_ranks_says_so(four_heads: Path) -> None:
+def test_bench_generate_over_ranks_says_so(synthetic: Path) -> None:
     pytest.importorskip("torch")
     sizes = ["--modes", "fp16,turbo4", "--prompt-tokens", "32", "--new-tokens", "4", "--repeats", "1", "--json"]
-    command = ["-m", "kvcore", "bench", "generate", "--model", str(four_heads), "--backend", "reference", *sizes]
+    command = ["-m", "kvcore", "bench", "generate", "--model", str(synthetic), "--backend", "reference", *sizes]
     with gloo(2, [*command, "--tensor-parallel", "2"]) as ranks:
         out, _ = finish(ranks)
     found = json.loads(out)
     assert found["environment"]["ranks"] == "2 over gloo"
     assert [row["mode"] for row in found["rows"]] == ["fp16", "turbo4"]
+
+
+@pytest.mark.full
+def test_bench_decode_over_ranks_says_how_steps_run(synthetic: Path) -> None:
+    pytest.importorskip("torch")
+    sizes = ["--modes", "fp16,turbo4", "--prompt-tokens", "300", "--max-tokens", "4", "--repeats", "2", "--batch", "2"]
+    command = ["-m", "kvcore", "bench", "decode", "--model", str(synthetic), "--backend", "reference", *sizes]
+    with gloo(2, [*command, "--json", "--tensor-parallel", "2"]) as ranks:
+        out, _ = finish(ranks)
+    found = json.loads(out)
+    assert found["environment"]["ranks"] == "2 over gloo"
+    assert [(row["mode"], row["step"], row["rows_folded"]) for row in found["rows"]] == [
+        ("fp16", "host, 2 ranks", 0), ("turbo4", "host, 2 ranks", 128),
+    ]  # fmt: skip
+    assert found["rows"][1]["kv_bytes"] < found["rows"][0]["kv_bytes"]
+    for more, message in (
+        (["--fill", "random"], "--fill random draws rows for one process: with ranks use --fill real"),
+        (["--peer", "transformers"], "--peer transformers runs in one process: leave it out with ranks"),
+    ):
+        with gloo(2, [*command, *more, "--tensor-parallel", "2"]) as ranks:
+            _, err = ranks[0].communicate(timeout=SECONDS)
+        assert (ranks[0].returncode, err) == (2, f"kvcore: error: {message}\n")
 
 
 @pytest.mark.full

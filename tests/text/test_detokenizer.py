@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from kvcore.errors import ModelError
-from kvcore.text import Detokenizer, Tokenizer
+from kvcore.text import Answer, Detokenizer, Tokenizer
 from kvcore.text.detokenizer import TokenPieces
 
 SPLIT_CHARACTERS = {
@@ -101,6 +101,15 @@ def test_B52_bytes_that_cannot_continue_come_out_at_once(tiny: Tokenizer) -> Non
 
 def test_ids_beyond_the_vocabulary_are_no_text(tiny: Tokenizer) -> None:
     assert stream(tiny, [*tiny.encode("a")[1:], 999]) == ["a", "", ""]
+    assert tiny.decode([999, *tiny.encode("a")[1:], 2**31 - 1]) == "a"
+    assert stream(tiny, [*byte_ids(tiny, b"\xe6\xad"), 999, *byte_ids(tiny, b"\xaa")]) == ["", "", "", "歪", ""]
+
+
+def test_ids_beyond_the_vocabulary_of_a_gguf_are_no_text(smollm2: Tokenizer) -> None:
+    river = smollm2.encode(" river")
+    assert smollm2.decode([49152, *river, 128255], skip_special_tokens=False) == " river"
+    answer = Answer(smollm2, ["zz"], frozenset(), 3)
+    assert [answer.add(token) for token in (128255, *river, 49152)] == [(None, ""), (None, " river"), ("length", "")]
 
 
 def test_flush_leaves_a_usable_detokenizer(tiny: Tokenizer) -> None:

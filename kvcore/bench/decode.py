@@ -16,7 +16,7 @@ from kvcore.attention import default_registry, make_cache
 from kvcore.backends import Backend
 from kvcore.cache import Cache, CacheSpec, LayerCache
 from kvcore.decoding import token_source
-from kvcore.errors import KvcoreError
+from kvcore.errors import KvcoreError, is_out_of_memory
 from kvcore.models.config import LlamaConfig
 from kvcore.models.llama import LlamaParams, forward, load_params
 from kvcore.modes import MODES
@@ -153,14 +153,21 @@ class _Run:
 def run(subject: Subject, settings: Settings, progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
     """A row for each context and mode. Modes take turns at each repeat, over forks of caches that were filled once.
 
-    KvcoreError where memory does not suffice: it says which row.
+    A row for which memory does not suffice is left out, which ``progress`` says; where none is left, that is the error.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for tokens in settings.prompt_tokens:
-        runs = []
+        runs: list[_Run] = []
         for mode in settings.modes:
-            progress(f"{subject.name}, {settings.batch} x {tokens} tokens, {mode}: prefill")
-            runs.append(_filled(subject, settings, mode, tokens))
+            what = f"{subject.name}, {settings.batch} x {tokens} tokens, {mode}"
+            progress(f"{what}: prefill")
+            try:
+                runs.append(_filled(subject, settings, mode, tokens))
+            except Exception as error:
+                last = tokens == settings.prompt_tokens[-1] and mode == settings.modes[-1]
+                if not is_out_of_memory(error) or (last and not rows and not runs):
+                    raise
+                progress(f"{what}: left out, out of memory")
         for repeat in range(settings.repeats):
             for each in runs:
                 progress(f"{subject.name}, {settings.batch} x {tokens} tokens, {each.mode}: repeat {repeat + 1}")

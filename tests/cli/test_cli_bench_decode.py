@@ -68,6 +68,25 @@ def test_what_cannot_be_measured_is_refused(cli: Cli, args: list[str], message: 
     assert message in cli("bench", "decode", "--backend", "reference", *args).refused()
 
 
+def test_a_row_that_does_not_fit_costs_no_other(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled = decode._filled
+
+    def scarce(subject: decode.Subject, settings: decode.Settings, mode: str, tokens: int) -> decode._Run:
+        if mode == "fp16" and tokens > 40:
+            raise MemoryError("no room")
+        return filled(subject, settings, mode, tokens)
+
+    monkeypatch.setattr(decode, "_filled", scarce)
+    args = ["--backend", "reference", "--model", tiny, "--max-tokens", 2, "--repeats", 1, "--json"]
+    outcome = cli("bench", "decode", *args, "--modes", "fp16,turbo4", "--prompt-tokens", "40,50")
+    assert "1 x 50 tokens, fp16: left out, out of memory" in outcome.err
+    rows = outcome.json["rows"]
+    assert [(row["prompt_tokens"], row["mode"]) for row in rows] == [(40, "fp16"), (40, "turbo4"), (50, "turbo4")]
+    assert rows[2]["ratio_to_fp16"] is None
+    failed = cli("bench", "decode", *args, "--modes", "fp16", "--prompt-tokens", "50")
+    assert failed.code == 1
+
+
 @pytest.fixture
 def subject(tiny: Path) -> decode.Subject:
     return decode.Subject.of(kvcore.load(tiny, backend="reference"))

@@ -11,12 +11,12 @@ import numpy as np
 from kvcore.backends import Backend
 from kvcore.cache import Cache
 from kvcore.cache.storage import TurningStorage
-from kvcore.errors import KvcoreError, NonFiniteError
+from kvcore.errors import NOT_FINITE, KvcoreError, NonFiniteError
 from kvcore.generate import TokenSource
 from kvcore.models.config import LlamaConfig
 from kvcore.models.llama import LlamaParams, decode_logits
 from kvcore.ops import Array
-from kvcore.sampling import NOT_FINITE, Sampler, SamplingParams
+from kvcore.sampling import Sampler, SamplingParams
 
 
 def token_source(

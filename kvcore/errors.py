@@ -40,8 +40,11 @@ class BackendError(InputError):
     """A backend cannot be used on this machine: a package or a device is missing, or a package is broken."""
 
 
+NOT_FINITE = "the model's logits are not finite: check its weights, or use a wider --dtype"
+
+
 class NonFiniteError(KvcoreError):
-    """The reference backend met a NaN or an infinity where rows are quantized."""
+    """A NaN or an infinity: in logits (`NOT_FINITE`), or, on the reference backend, where rows are quantized."""
 
 
 _OUT_OF_MEMORY = ("out of memory", "unable to allocate", "can't allocate memory", "bad_alloc", "[malloc")

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcore.errors import InputError, NonFiniteError
-
-NOT_FINITE = "the model's logits are not finite: check its weights, or use a wider --dtype"
+from kvcore.errors import NOT_FINITE, InputError, NonFiniteError
 
 
 @dataclass(frozen=True, slots=True)

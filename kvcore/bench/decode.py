@@ -156,6 +156,7 @@ def run(subject: Subject, settings: Settings, progress: Callable[[str], None] = 
     A row for which memory does not suffice is left out, which ``progress`` says; where none is left, that is the error.
     """
     rows: list[dict[str, Any]] = []
+    short: Exception | None = None
     for tokens in settings.prompt_tokens:
         runs: list[_Run] = []
         for mode in settings.modes:
@@ -164,9 +165,9 @@ def run(subject: Subject, settings: Settings, progress: Callable[[str], None] = 
             try:
                 runs.append(_filled(subject, settings, mode, tokens))
             except Exception as error:
-                last = tokens == settings.prompt_tokens[-1] and mode == settings.modes[-1]
-                if not is_out_of_memory(error) or (last and not rows and not runs):
+                if not is_out_of_memory(error):
                     raise
+                short = error.with_traceback(None)  # its frames hold rows
                 progress(f"{what}: left out, out of memory")
         for repeat in range(settings.repeats):
             for each in runs:
@@ -174,6 +175,8 @@ def run(subject: Subject, settings: Settings, progress: Callable[[str], None] = 
                 each.intervals.append(_decode(subject, each, settings.max_tokens))
         base = next((each for each in runs if each.mode == "fp16"), None)
         rows += [_row(subject, settings, each, tokens, base) for each in runs]
+    if short is not None and not rows:
+        raise short
     return rows
 
 

@@ -20,7 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcore.backends.cuda.gpu import processors
-from kvcore.backends.cuda.linear import FEW_ROWS, MAX_ROWS, LinearConfig, WeightTiles, choose_config, linear_tiles
+from kvcore.backends.cuda.linear import (
+    FEW_ROWS,
+    MAX_ROWS,
+    LinearConfig,
+    WeightTiles,
+    choose_config,
+    linear_tiles,
+    unpacked_on,
+)
 from kvcore.backends.cuda.ops import TORCH_DTYPES
 from kvcore.bench.attention import read_ceiling
 from kvcore.bench.random_model import RandomCheckpoint
@@ -91,7 +99,7 @@ class Matrix:
         if any(isinstance(weight, DenseWeight) for weight in weights):
             return cls(torch.cat([torch.from_numpy(w.dequantize()).to(device).to(dtype) for w in weights]))
         affine = [weight for weight in weights if isinstance(weight, AffineWeight)]
-        values = torch.cat([_unpacked(weight, device) for weight in affine])
+        values = torch.cat([unpacked_on(weight, device) for weight in affine])
         scales, biases = (
             torch.cat([torch.from_numpy(side).to(device) for side in sides])
             for sides in ([w.scales for w in affine], [w.biases for w in affine])
@@ -111,12 +119,6 @@ class Matrix:
     def times(self, x: Tensor) -> Tensor:
         """x Wᵀ in float64."""
         return torch.cat([x.double() @ block.T for block in self.dense(torch.float64)], 1)
-
-
-def _unpacked(weight: AffineWeight, device: str) -> Tensor:
-    words = torch.from_numpy(np.ascontiguousarray(weight.codes).view(np.int32)).to(device)
-    codes = [(words >> shift) & (1 << weight.bits) - 1 for shift in range(0, 32, weight.bits)]
-    return torch.stack([code.to(torch.uint8) for code in codes], -1).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)

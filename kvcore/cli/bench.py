@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,20 @@ from kvcore.modes import resolve_mode
 from kvcore.runtime import Model
 
 
+def loader(model: ModelOption, backend: BackendOptions, ranks: int = 1) -> Callable[[], Model]:
+    """What loads the chosen model, or one of ``ranks`` shares of it."""
+    return partial(
+        load,
+        model.model,
+        backend=backend.backend,
+        device=backend.device,
+        dtype=backend.dtype,
+        kernels=backend.kernels,
+        notify=note,
+        tensor_parallel=ranks,
+    )
+
+
 def bench_generate(
     model: ModelOption,
     bench: BenchOptions,
@@ -46,17 +61,7 @@ def bench_generate(
     """Prefill and decode of a model, mode by mode."""
     from kvcore.bench.generate import COLUMNS, run
 
-    def load_it() -> Model:
-        return load(
-            model.model,
-            backend=backend.backend,
-            device=backend.device,
-            dtype=backend.dtype,
-            kernels=backend.kernels,
-            notify=note,
-            tensor_parallel=parallel.tensor_parallel,
-        )
-
+    load_it = loader(model, backend, parallel.tensor_parallel)
     if not leads(parallel):
         work(load_it)
     modes = modes_of(bench.modes)
@@ -100,14 +105,7 @@ def bench_rates(
     modes = modes_of(bench.modes)
     lengths, batches = numbers("--prompt-tokens", options.prompt_tokens), numbers("--batches", options.batches)
     check_positive("--repeats", bench.repeats)
-    loaded = load(
-        model.model,
-        backend=backend.backend,
-        device=backend.device,
-        dtype=backend.dtype,
-        kernels=backend.kernels,
-        notify=note,
-    )
+    loaded = loader(model, backend)()
     measured = measure(
         loaded,
         modes=modes,

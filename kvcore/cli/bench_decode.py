@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvcore.bench.environment import describe
-from kvcore.cli.bench import check_positive, modes_of, numbers, publish
+from kvcore.cli.bench import check_positive, loader, modes_of, numbers, publish
 from kvcore.cli.options import (
     BackendOptions,
     BenchOptions,
@@ -20,7 +20,7 @@ from kvcore.cli.options import (
 from kvcore.cli.ranks import leads, work
 from kvcore.cli.terminal import note
 from kvcore.errors import InputError
-from kvcore.loading import load, resolve_dtype
+from kvcore.loading import resolve_dtype
 
 if TYPE_CHECKING:
     from kvcore.backends import Backend
@@ -40,17 +40,7 @@ def bench_decode(
     """Decode of a whole model at long contexts, mode by mode."""
     from kvcore.bench.decode import COLUMNS, Settings, plot, run, with_peer
 
-    def load_it() -> Model:
-        return load(
-            model.model,
-            backend=backend.backend,
-            device=backend.device,
-            dtype=backend.dtype,
-            kernels=backend.kernels,
-            notify=note,
-            tensor_parallel=parallel.tensor_parallel,
-        )
-
+    load_it = loader(model, backend, parallel.tensor_parallel)
     if not leads(parallel):
         work(load_it)
     modes = modes_of(bench.modes)

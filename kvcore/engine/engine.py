@@ -21,9 +21,9 @@ from kvcore.engine.prefixes import PrefixStore
 from kvcore.engine.running import Running, pieces
 from kvcore.engine.steps import Stepper, failure_of
 from kvcore.engine.types import BudgetError, Failure, FinishReason, Listener, NotReadyError, QueueFullError, Request
-from kvcore.errors import InputError, is_out_of_memory
+from kvcore.errors import NOT_FINITE, InputError, is_out_of_memory
 from kvcore.runtime import Model
-from kvcore.sampling import NOT_FINITE, Sampler
+from kvcore.sampling import Sampler
 from kvcore.text import Answer
 
 log = logging.getLogger(__name__)

@@ -24,10 +24,9 @@ from kvcore.backends.cuda.device import group_decoder_on
 from kvcore.backends.cuda.group_decoder import GroupDecoder, bucket_of
 from kvcore.backends.cuda.kernels.fold import Fold
 from kvcore.engine import Engine, EngineConfig, Output, Request
-from kvcore.errors import CapacityError
+from kvcore.errors import NOT_FINITE, CapacityError
 from kvcore.modes import MODES
 from kvcore.registry import Kernel, Registry
-from kvcore.sampling import NOT_FINITE
 
 RAW_PAGE = 2 * 64 * 128 * 2  # bytes: K and V of one layer and head, float16
 

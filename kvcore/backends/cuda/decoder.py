@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcore.backends.cuda.paged import PagedStorage
 from kvcore.backends.cuda.sample import DeviceSampler
-from kvcore.errors import KvcoreError
+from kvcore.errors import NOT_FINITE, KvcoreError, NonFiniteError
 
 Run = Callable[[Tensor], Tensor]  # ids int32 [B, 1] -> float32 logits [B, vocab], all of it on the device
 
@@ -28,7 +28,7 @@ class Decoder:
 
     ``begin`` and ``commit`` are the cache's own for a step of one token, ``uniform`` gives [B] numbers in [0, 1),
     ``windows`` are those of the layers.
-    ``graph``: None while it is used or may be, else why steps are launched one by one.
+    ``no_graph``: None while a graph is used or may be, else why steps are launched one by one.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Decoder:
             event.synchronize()
         ids: list[int] = tokens.tolist()
         if min(ids) < 0:
-            raise KvcoreError("the model's logits are not finite: check its weights, or use a wider --dtype")
+            raise NonFiniteError(NOT_FINITE)
         return ids
 
     def _forget(self) -> None:

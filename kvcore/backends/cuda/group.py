@@ -69,6 +69,27 @@ def table_layers(storage: PagedStorage, tables: Mapping[str, Tensor]) -> list[Ta
     ]
 
 
+def commit_together(
+    storages: Sequence[PagedStorage],
+    raw_table: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    folded: Tensor,
+    fold_at: Tensor,
+) -> None:
+    """Fold what is due in a step over these tables, at most one launch for all layers and sequences, and book it."""
+    first, due = storages[0], max(storage.tables.due for storage in storages)
+    if due:
+        assert first.fold is not None
+        assert first.native is not None
+        tables = (raw_table, table, lengths, folded, fold_at)
+        with on_device(first.device):
+            first.fold(first.raw.planes, first.native.planes, *tables, pages=due)
+    for storage in storages:
+        storage.tables.commit()
+        storage.outdated()
+
+
 class PagedGroup:
     """Several `PagedStorage`, of one sequence each, that take one new row at a time.
 
@@ -82,7 +103,6 @@ class PagedGroup:
         self._storages, self._first = tuple(storages), storages[0]
         self._layers: list[TableLayer] = []
         self._tables: tuple[Tensor, ...] = ()
-        self._due = 0
 
     @property
     def layers(self) -> list[GroupLayer]:
@@ -103,7 +123,6 @@ class PagedGroup:
             torch.from_numpy(state).to(device, copy=True).unbind()
         )
         self._tables = raw_table, table, lengths, folded, fold_at
-        self._due = max(storage.tables.due for storage in self._storages)
         of_step = {"table": table, "ranges": ranges, "raw_table": raw_table, "raw_ranges": raw_ranges}
         of_step |= {"sink_page": sink_pages, "sinks": sinks, "folded": folded, "length": lengths}
         self._layers = table_layers(self._first, of_step)
@@ -128,16 +147,8 @@ class PagedGroup:
         return out
 
     def commit(self) -> None:
-        """Fold what is due: at most one launch for all layers and sequences."""
-        first = self._first
-        if self._due:
-            assert first.fold is not None
-            assert first.native is not None
-            with on_device(first.device):
-                first.fold(first.raw.planes, first.native.planes, *self._tables, pages=self._due)
-        for storage in self._storages:
-            storage.tables.commit()
-            storage.outdated()
+        """See `commit_together`."""
+        commit_together(self._storages, *self._tables)
 
 
 class GroupLayer:

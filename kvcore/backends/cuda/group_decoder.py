@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcore.backends.cuda.block_tables import NEVER
-from kvcore.backends.cuda.group import TableLayer, table_layers
+from kvcore.backends.cuda.group import TableLayer, commit_together, table_layers
 from kvcore.backends.cuda.kernels.append import rope_angles
 from kvcore.backends.cuda.paged import PagedStorage, on_device
 from kvcore.backends.cuda.sample import MAX_BIASES, MAX_ORDERED, UNDECIDED, Mix, RowSettings, sample_rows
@@ -135,7 +135,15 @@ class GroupDecoder:
                 self._ask()
                 for storage in storages:
                     storage.advance(1)
-                self._commit(storages, bucket)
+                tables, state = self._views(bucket), self._state(bucket)
+                commit_together(
+                    storages,
+                    tables["raw_table"],
+                    tables["table"],
+                    state["length"],
+                    state["folded"],
+                    state["fold_at"],
+                )
         except BaseException:
             self._settle()
             raise
@@ -311,27 +319,6 @@ class GroupDecoder:
         if self._cuda:
             self._event = torch.cuda.Event()
             self._event.record()
-
-    def _commit(self, storages: Sequence[PagedStorage], bucket: int) -> None:
-        """Fold what is due: at most one launch for all layers and sequences."""
-        first, due = storages[0], max(storage.tables.due for storage in storages)
-        if due:
-            assert first.fold is not None
-            assert first.native is not None
-            tables, state = self._views(bucket), self._state(bucket)
-            first.fold(
-                first.raw.planes,
-                first.native.planes,
-                tables["raw_table"],
-                tables["table"],
-                state["length"],
-                state["folded"],
-                state["fold_at"],
-                pages=due,
-            )
-        for storage in storages:
-            storage.tables.commit()
-            storage.outdated()
 
     def _settle(self) -> None:
         """Wait for what is under way: it may still read what the next step fills."""

@@ -97,15 +97,20 @@ class _Parts:
         if isinstance(weight, DenseWeight):
             return cls(_tensor(weight.array).to(device).to(dtype), None)
         scales, biases = (_tensor(side).to(device) for side in (weight.scales, weight.biases))
-        if 32 % weight.bits:
-            return cls(torch.from_numpy(weight.unpacked()).to(device), (scales, biases))
-        words = _tensor(weight.codes.view(np.int32)).to(device)
-        shifts = torch.arange(0, 32, weight.bits, dtype=torch.int32, device=device)
-        codes = (words[..., None] >> shifts) & (1 << weight.bits) - 1
-        return cls(codes.to(torch.uint8).flatten(1), (scales, biases))
+        return cls(unpacked_on(weight, device), (scales, biases))
 
     def all(self) -> tuple[Tensor, ...]:
         return self.values, *(self.sides or ())
+
+
+def unpacked_on(weight: AffineWeight, device: torch.device | str) -> Tensor:
+    """Its codes uint8 [out, in] on the device, where they are unpacked if the width divides a word."""
+    if 32 % weight.bits:
+        return torch.from_numpy(weight.unpacked()).to(device)
+    words = _tensor(weight.codes.view(np.int32)).to(device)
+    shifts = torch.arange(0, 32, weight.bits, dtype=torch.int32, device=device)
+    codes = (words[..., None] >> shifts) & (1 << weight.bits) - 1
+    return codes.to(torch.uint8).flatten(1)
 
 
 def _tiles(parts: Sequence[_Parts], like: Weight, dtype: torch.dtype) -> WeightTiles:

@@ -57,18 +57,18 @@ class DeviceSampler:
             self._seen = self._seen.to(device)
 
     def __call__(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """``logits`` float32 [B, vocab], ``uniform`` float32 [B] in [0, 1) -> ids int32 [B], -1 where logits are not
-        finite."""
+        """``logits`` float32 [B, vocab], ``uniform`` float32 [B] in [0, 1) -> ids int32 [B], `NOT_FINITE` where the
+        best is not finite."""
         if not self.random and self._seen is None and logits.is_cuda:
             return likeliest(logits)
         scores = self._penalized(logits)
-        best, token = scores.max(-1)
+        best, token = _best(scores)
         if self.random:
             drawn = self._draw((scores - best[:, None]) / self._temperature, uniform)
             token = torch.where(self._greedy, token, drawn)
         if self._seen is not None:
             self._seen.scatter_(1, token[:, None], True)
-        return torch.where(torch.isfinite(best), token, -1).to(torch.int32)
+        return torch.where(torch.isfinite(best), token, NOT_FINITE).to(torch.int32)
 
     def _penalized(self, logits: Tensor) -> Tensor:
         if self._seen is None:
@@ -95,10 +95,7 @@ class DeviceSampler:
             probs = torch.where(nucleus, probs, 0.0)
         probs = torch.where(probs >= self._min_p * probs.amax(-1, keepdim=True), probs, 0.0)
         total = probs.cumsum(-1)
-        index = (total <= uniform[:, None] * total[:, -1:]).sum(-1)
-        # Rounding may leave nothing above; the last candidate that is not ruled out is right then.
-        last = scores.shape[1] - 1 - (probs > 0).flip(-1).to(torch.int32).argmax(-1)
-        index = torch.minimum(index, last)
+        index = _first_above(total, probs, uniform * total[:, -1])
         return index if order is None else order.gather(1, index[:, None])[:, 0]
 
 

@@ -6,8 +6,9 @@ were given. The implementations for torch.distributed and mx.distributed are in 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvcore.errors import KvcoreError
 from kvcore.ops import Array
@@ -28,7 +29,8 @@ class Communicator(Protocol):
     def name(self) -> str: ...
 
     def all_sum(self, x: Array) -> Array:
-        """The sum of all ranks' ``x``, of one shape and dtype; the same bits on every rank. LostRankError."""
+        """The sum of all ranks' ``x``, of one shape and dtype; the same bits on every rank. ``x`` itself may be gone
+        then. LostRankError."""
 
     def all_gather(self, x: Array) -> Array:
         """All ranks' ``x`` one after the other along the last axis. LostRankError."""
@@ -56,3 +58,32 @@ class SingleProcess:
 
 
 SINGLE = SingleProcess()
+
+
+class SharedSteps(Protocol):
+    """How ranks keep in step that decode over their shares of one cache."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank."""
+
+    def command(self, method: str, *arguments: Any) -> AbstractContextManager[object]:
+        """The other ranks' decoders do this now; the body is rank 0's part."""
+
+    def any(self, happened: bool) -> bool:
+        """Whether it happened on any rank. Every rank asks. LostRankError."""
+
+
+class OwnSteps:
+    """One rank's, of a single process."""
+
+    alone = True
+
+    def command(self, method: str, *arguments: Any) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def any(self, happened: bool) -> bool:
+        return happened
+
+
+OWN_STEPS = OwnSteps()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from kvcore.backends import Backend
 from kvcore.cache import Cache
 from kvcore.cache.storage import TurningStorage
+from kvcore.communicator import OWN_STEPS, SharedSteps
 from kvcore.errors import NOT_FINITE, KvcoreError, NonFiniteError
 from kvcore.generate import TokenSource
 from kvcore.models.config import LlamaConfig
@@ -30,12 +31,38 @@ def token_source(
     graph: bool = True,
 ) -> TokenSource | None:
     """A source of tokens over ``cache``, with one of the ``samplers`` and the ids so far of each sequence. None where
-    steps and sampling are the host's: the storage is not in pages, or a sampler asks for more than the device does."""
+    steps and sampling are the host's: see `on_device`."""
+    if not on_device(backend, cache, samplers):
+        return None
+    draws = [draw(sampler.params) for sampler in samplers]
+    return device_source(backend, config, params, cache, draws, seen, samplers, graph=graph)
+
+
+def on_device(backend: Backend, cache: Cache, samplers: Sequence[Sampler]) -> bool:
+    """Whether the device can decode: rows are in pages, and no sampler asks for more than it does."""
+    if backend.make_decoder is None or not isinstance(cache.storage, TurningStorage):
+        return False
+    params = [sampler.params for sampler in samplers]
+    return not any(p.presence_penalty or p.frequency_penalty or p.biases for p in params)
+
+
+def device_source(
+    backend: Backend,
+    config: LlamaConfig,
+    params: LlamaParams,
+    cache: Cache,
+    draws: Sequence[Mapping[str, Any]],
+    seen: Sequence[Sequence[int]],
+    samplers: Sequence[Sampler],
+    *,
+    among: SharedSteps = OWN_STEPS,
+    graph: bool = True,
+) -> TokenSource:
+    """Where `on_device` is true. ``draws`` are those of `draw`; ``samplers`` give the random numbers, which ranks other
+    than 0 are told."""
     storage, ops = cache.storage, backend.ops
-    if backend.make_decoder is None or not isinstance(storage, TurningStorage):
-        return None
-    if any(p.presence_penalty or p.frequency_penalty or p.biases for p in (sampler.params for sampler in samplers)):
-        return None
+    assert backend.make_decoder is not None
+    assert isinstance(storage, TurningStorage)
 
     def run(ids: Array) -> Array:
         return decode_logits(ops, config, params, ids, storage.layers, storage.rope_angles(params.inv_freq, 1))
@@ -43,19 +70,21 @@ def token_source(
     source: TokenSource = backend.make_decoder(
         storage,
         run,
-        [_draw(sampler.params) for sampler in samplers],
+        draws,
         config.vocab_size,
         seen,
         begin=partial(cache.begin_step, 1),
         commit=cache.commit,
         uniform=lambda: [sampler.uniform() for sampler in samplers],
         windows=set(config.layer_windows) or {None},
+        among=among,
         graph=graph,
     )
     return source
 
 
-def _draw(params: SamplingParams) -> dict[str, Any]:
+def draw(params: SamplingParams) -> dict[str, Any]:
+    """What the device needs to know to pick a token."""
     return {
         "temperature": params.temperature,
         "top_k": params.top_k,

@@ -15,8 +15,10 @@ import numpy as np
 from kvcore.attention import decide, default_registry
 from kvcore.backends import Backend, load_backend
 from kvcore.cache import Cache
-from kvcore.communicator import SINGLE, Communicator
+from kvcore.communicator import SINGLE, Communicator, SharedSteps
+from kvcore.decoding import device_source
 from kvcore.errors import InputError
+from kvcore.generate import TokenSource
 from kvcore.layout import WindowPolicy
 from kvcore.models.llama import Ragged, forward_ragged, load_params
 from kvcore.models.shard import Shard
@@ -133,7 +135,12 @@ def _work(model: Model, ranks: Ranks) -> NoReturn:
         ops.evaluate(ran.logits, *(array for cache in caches for array in cache.arrays()))
         return ran
 
-    follow(ranks, Worker(ranks, model._own_cache, step, ragged))
+    def decoder(
+        cache: Cache, draws: Sequence[Mapping[str, Any]], seen: Sequence[Sequence[int]], among: SharedSteps
+    ) -> TokenSource:
+        return device_source(model.backend, model.config, model.params, cache, draws, seen, [], among=among)
+
+    follow(ranks, Worker(ranks, model._own_cache, step, ragged, decoder))
     ranks.close()
     raise SystemExit(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import index
@@ -13,7 +14,7 @@ import numpy as np
 from kvcore.attention import convert_cache, make_cache, make_pools
 from kvcore.backends import Backend
 from kvcore.cache import Cache, CacheSpec, StepCache
-from kvcore.decoding import GroupTokens, group_tokens, token_source
+from kvcore.decoding import GroupTokens, device_source, draw, group_tokens, on_device, token_source
 from kvcore.errors import InputError
 from kvcore.generate import Generation, TokenSource
 from kvcore.layout import DEFAULT_KEEP, Cap, WindowPolicy, narrower
@@ -144,6 +145,23 @@ class Model:
         if self.leader is not None:
             return None
         return group_tokens(self.backend, self.config, self.params, most=most)
+
+    def token_source(
+        self, cache: Cache, samplers: Sequence[Sampler], seen: Sequence[Sequence[int]]
+    ) -> TokenSource | None:
+        """See `kvcore.decoding.token_source`; the ranks that share the model decode too."""
+        backend, config, params = self.backend, self.config, self.params
+        if self.leader is None:
+            return token_source(backend, config, params, cache, samplers, seen)
+        if not isinstance(cache, RankedCache) or not on_device(backend, cache, samplers):
+            return None
+        draws = [draw(sampler.params) for sampler in samplers]
+        if all(each["repetition_penalty"] == 1 for each in draws):
+            seen = [()] * len(seen)  # nobody looks at them
+        with self.leader.decoder(cache, draws, seen) as among:
+            made = device_source(backend, config, params, cache, draws, seen, samplers, among=among)
+        weakref.finalize(made, self.leader.forget, decoder=among.number)
+        return made
 
     def encode(self, prompt: str | Messages | Sequence[int], *, raw: bool = False) -> list[int]:
         """Token ids of a prompt: text goes through the chat template as one user message unless ``raw`` or the model
@@ -287,9 +305,7 @@ class Model:
         return last
 
     def _source(self, cache: Cache, sampler: Sampler, seen: Sequence[int]) -> TokenSource | None:
-        if self.leader is not None:
-            return None
-        return token_source(self.backend, self.config, self.params, cache, [sampler], [seen])
+        return self.token_source(cache, [sampler], [seen])
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         checked = [index(i) for i in ids]

@@ -30,7 +30,8 @@ class Backend:
     ``prefill_step``: tokens of a prompt that run at once, where the user names no number.
     ``paged_storage(shape, attend=, make_fold=)`` makes the storage that kernels for pages work on.
     ``fused_ops()`` makes the same operations with kernels of the backend's own, None where it has none here.
-    ``make_decoder(storage, run, draws, vocab, seen, begin=, commit=, uniform=, windows=, graph=)`` makes what decodes
+    ``make_decoder(storage, run, draws, vocab, seen, begin=, commit=, uniform=, windows=, among=, graph=)``
+    makes what decodes
     over that storage with sampling on the device, None where nothing does.
     ``make_group_decoder(run, inv_freq, vocab, most=)`` makes what steps up to ``most`` sequences of one pool with
     sampling on the device, None where nothing does.

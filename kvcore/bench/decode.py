@@ -244,17 +244,19 @@ def _decode(subject: Subject, each: _Run, count: int) -> list[float]:
     cache = each.cache.fork()
     greedy = [Sampler(SamplingParams()) for _ in each.first]
     seen = [[token] for token in each.first]
-    source = None  # ranks are launched step by step
     if subject.shared is None:
         source = token_source(subject.backend, subject.config, subject.params, cache, greedy, seen)
+    else:
+        source = subject.shared.token_source(cache, greedy, seen)
     tokens = _host_tokens(subject, cache, each.first) if source is None else source.tokens(each.first, count + SETTLE)
     times = []
     for _ in range(count + SETTLE):
         next(tokens)
         times.append(time.perf_counter())
     tokens.close()
-    host = "host" if subject.shared is None else f"host, {subject.params.ranks.size} ranks"
-    each.step = host if source is None else source.no_graph or "CUDA graph"
+    each.step = "host" if source is None else source.no_graph or "CUDA graph"
+    if subject.shared is not None:
+        each.step += f", {subject.params.ranks.size} ranks"
     return [b - a for a, b in zip(times[SETTLE - 1 :], times[SETTLE:], strict=False)]
 
 

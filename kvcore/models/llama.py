@@ -282,15 +282,14 @@ class _Products:
 
     def linear(self, x: Array, layer: Linear, *, norm: Array | None = None, added: Array | None = None) -> Array:
         before = None if norm is None else (norm, self.eps)
-        if layer.ranks is None:
-            return self._joined(
-                self.ops.linear(x[:, rows], layer.weight, norm=before, bias=layer.bias, added=_part(added, rows))
-                for rows in self._blocks(x)
-            )
-        shares = (self.ops.linear(x[:, rows], layer.weight, norm=before) for rows in self._blocks(x))
-        y = layer.ranks.all_sum(self._joined(shares))
-        y = y if layer.bias is None else y + layer.bias
-        return y if added is None else added + y
+        bias = layer.bias
+        if layer.ranks is not None and layer.ranks.rank > 0:
+            bias = added = None  # rank 0 puts them into the sum
+        y = self._joined(
+            self.ops.linear(x[:, rows], layer.weight, norm=before, bias=bias, added=_part(added, rows))
+            for rows in self._blocks(x)
+        )
+        return y if layer.ranks is None else layer.ranks.all_sum(y)
 
     def gated(self, x: Array, layer: Linear, norm: Array) -> Array:
         before = (norm, self.eps)

@@ -20,8 +20,9 @@ FRAME = 256  # words of the first sum; the commands of a decode step fit into it
 class Command:
     """``name`` and plain arguments; ``ids`` int32 of any shape for a step.
 
-    new(cache, spec)  fork(cache, into)  free(cache)  call(cache, method, arguments)  end()
+    new(cache, spec)  fork(cache, into)  free(cache or decoder)  call(cache, method, arguments)  end()
     step(cache, all_logits)  ragged(caches, shapes, settings), whose ids are those of all caches one after the other
+    decoder(decoder, cache, draws, seen), whose ids are those seen so far  decode(decoder, method, arguments)
     """
 
     name: str
@@ -59,6 +60,11 @@ def receive(ranks: Communicator) -> Command:
 def _words(text: bytes) -> np.ndarray:
     """Bytes as int32 words, filled up with zeros."""
     return np.frombuffer(text.ljust(-(-len(text) // 4) * 4, b"\0"), "<i4").astype(np.int32)
+
+
+def anywhere(ranks: Communicator, happened: bool) -> bool:
+    """Whether it happened on any rank; every rank asks."""
+    return bool(np.asarray(ranks.all_sum(np.array([happened], np.int32)))[0])
 
 
 def agree(ranks: Communicator, errors: dict[int, Exception], caches: Sequence[Cache], before: Sequence[int]) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from kvcore.cache import Cache, CacheRows, CacheSpec, StepCache
 from kvcore.errors import KvcoreError, UnsupportedError
 from kvcore.models.llama import Ragged
-from kvcore.parallel.commands import Command, agree, send
+from kvcore.parallel.commands import Command, agree, anywhere, send
 from kvcore.parallel.join import Ranks
 
 FILED = "rows of a cache that several ranks share cannot be exported or loaded: each has its own heads; use one process"
@@ -29,7 +29,7 @@ class Leader:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._next = 0
-        self._freed: list[int] = []
+        self._freed: list[dict[str, int]] = []
         self._broken: str | None = None
         self._quiet = self._closed = False
 
@@ -48,6 +48,17 @@ class Leader:
         into = self._number()
         self.announce(Command("fork", {"cache": number, "into": into}))
         return RankedCache(self, into, cache)
+
+    @contextmanager
+    def decoder(
+        self, cache: RankedCache, draws: Sequence[Mapping[str, Any]], seen: Sequence[Sequence[int]]
+    ) -> Iterator[LedSteps]:
+        """Every rank makes a decoder over its share of ``cache``, rank 0 in the body; see `decoding.device_source`."""
+        number = self._number()
+        given = {"decoder": number, "cache": cache.number, "draws": list(draws), "seen": [len(ids) for ids in seen]}
+        flat = np.fromiter((token for ids in seen for token in ids), np.int32)
+        with self.command(Command("decoder", given, flat)):
+            yield LedSteps(self, number)
 
     @contextmanager
     def command(self, command: Command) -> Iterator[None]:
@@ -88,11 +99,11 @@ class Leader:
         if self._broken is not None:
             raise KvcoreError(f"the ranks are out of step since {self._broken}; start all of them again")
         while self._freed:
-            send(self.ranks, Command("free", {"cache": self._freed.pop()}))
+            send(self.ranks, Command("free", self._freed.pop()))
         send(self.ranks, command)
 
-    def forget(self, number: int) -> None:
-        """A cache is gone; said with the next command, because garbage is collected at any time."""
+    def forget(self, **number: int) -> None:
+        """A cache or a decoder is gone; said with the next command, because garbage is collected at any time."""
         self._freed.append(number)
 
     def close(self) -> None:
@@ -109,6 +120,22 @@ class Leader:
         return self._next
 
 
+@dataclass(frozen=True, slots=True)
+class LedSteps:
+    """Rank 0's side of decoders that all ranks have: a `SharedSteps`."""
+
+    leader: Leader
+    number: int
+    alone: bool = False
+
+    def command(self, method: str, *arguments: Any) -> AbstractContextManager[None]:
+        given = {"decoder": self.number, "method": method, "arguments": arguments}
+        return self.leader.command(Command("decode", given))
+
+    def any(self, happened: bool) -> bool:
+        return anywhere(self.leader.ranks, happened)
+
+
 class RankedCache(Cache):
     """Rank 0's share of a cache."""
 
@@ -117,7 +144,7 @@ class RankedCache(Cache):
         super().__init__(own._ops, own.spec, own.storage, own.decisions)
         self._positions, self._handed_over = own._positions, own._handed_over
         self.leader, self.number = leader, number
-        weakref.finalize(self, leader.forget, number)
+        weakref.finalize(self, leader.forget, cache=number)
 
     def begin_decode(self) -> None:
         if not self.handed_over:

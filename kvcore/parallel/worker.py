@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvcore.cache import Cache, CacheSpec
-from kvcore.communicator import Communicator
+from kvcore.communicator import Communicator, SharedSteps
 from kvcore.layout import Cap, WindowPolicy
 from kvcore.models.llama import Ragged
 from kvcore.modes import MODES
-from kvcore.parallel.commands import Command, agree, receive
+from kvcore.parallel.commands import Command, agree, anywhere, receive
 
 METHODS = frozenset({"begin_decode", "commit", "trim", "drop", "shorten"})
+DECODES = frozenset({"start", "launch", "forget"})
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedSteps:
+    """The side of a rank other than 0: a `SharedSteps`."""
+
+    ranks: Communicator
+    alone: bool = False
+
+    def command(self, method: str, *arguments: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def any(self, happened: bool) -> bool:
+        return anywhere(self.ranks, happened)
 
 
 @dataclass(slots=True)
 class Worker:
     """``new_cache(spec)`` makes this rank's share of a cache; ``step(ids, cache, all_logits)`` and
-    ``ragged(ids, caches, settings)`` run its share, as `kvcore.models.llama` does."""
+    ``ragged(ids, caches, settings)`` run its share, as `kvcore.models.llama` does.
+    ``decoder(cache, draws, seen, among)`` makes what decodes over it."""
 
     ranks: Communicator
     new_cache: Callable[[CacheSpec], Cache]
     step: Callable[[np.ndarray, Cache, bool], object]
     ragged: Callable[[Sequence[np.ndarray], Sequence[Cache], Mapping[str, Any]], Ragged]
+    decoder: Callable[[Cache, Sequence[Mapping[str, Any]], Sequence[Sequence[int]], SharedSteps], Any] | None = None
     caches: dict[int, Cache] = field(default_factory=dict)
+    decoders: dict[int, Any] = field(default_factory=dict)
 
     def run(self, command: Command) -> None:
         """One command, other than the end."""
@@ -37,7 +56,17 @@ class Worker:
         elif name == "fork":
             self.caches[given["into"]] = self.caches[given["cache"]].fork()
         elif name == "free":
-            del self.caches[given["cache"]]
+            for number in given.values():
+                (self.caches if "cache" in given else self.decoders).pop(number)
+        elif name == "decoder":
+            assert command.ids is not None
+            assert self.decoder is not None
+            seen = [part.tolist() for part in np.split(command.ids, np.cumsum(given["seen"])[:-1])]
+            cache, steps = self.caches[given["cache"]], FollowedSteps(self.ranks)
+            self.decoders[given["decoder"]] = self.decoder(cache, given["draws"], seen, steps)
+        elif name == "decode":
+            assert given["method"] in DECODES, f"unknown method {given['method']}"
+            getattr(self.decoders[given["decoder"]], given["method"])(*given["arguments"])
         elif name == "step":
             assert command.ids is not None
             self.step(command.ids, self.caches[given["cache"]], given["all_logits"])

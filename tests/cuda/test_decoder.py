@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvcore.backends.cuda.device import make_decoder
 from kvcore.backends.cuda.fused_ops import FusedOps
 from kvcore.backends.cuda.linear import WeightTiles
 from kvcore.cache import Cache
-from kvcore.decoding import token_source
+from kvcore.decoding import device_source, draw, token_source
 from kvcore.errors import KvcoreError
 from kvcore.modes import MODES
 from kvcore.sampling import Sampler, SamplingParams
@@ -152,3 +152,26 @@ def test_a_graph_is_captured_once_for_every_length(model: kvcore.Model) -> None:
         assert made.no_graph == (None if graph else "switched off")
         assert (made.capture_seconds > 0) == graph
     assert tokens[0] == tokens[1]
+
+
+class Elsewhere:
+    """Another rank, which finds no room for a step."""
+
+    alone = False
+
+    def command(self, *_: Any) -> Any:
+        return nullcontext()
+
+    def any(self, _: bool) -> bool:
+        return True
+
+
+def test_a_step_that_another_rank_has_no_room_for_is_not_launched(model: kvcore.Model) -> None:
+    cache = new_cache(model, "int8")
+    first = int(model.forward(IDS[:1, :10], cache)[0, -1].argmax())
+    sampler, draws = Sampler(SamplingParams()), [draw(SamplingParams())]
+    params = model.params
+    made = device_source(model.backend, model.config, params, cache, draws, [[]], [sampler], among=Elsewhere())
+    with pytest.raises(KvcoreError, match="another rank could not run this step"):
+        next(made.tokens([first], 3))
+    assert (cache.offset, cache.stats().tokens) == (10, 10)

@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from every_mode import load, tokens
+from tiny import write_tiny_llama
+from tiny_tokenizer import write_tiny_tokenizer
 
 import kvcore
 from kvcore.advise import ModelShape
@@ -97,6 +99,23 @@ def test_two_gloo_processes_give_the_tokens_of_one_in_each_mode(four_heads: Path
     with gloo(2, [PROGRAM, str(four_heads), "reference", "", "2", "60", "24"]) as ranks:
         out, _ = finish(ranks)
     assert json.loads(out) == tokens(load(str(four_heads), "reference", None, 1), 60, 24)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_sample_on_the_device_as_one_process(tmp_path: Path) -> None:
+    """Steps that are launched ahead, stopped in the middle and gone on with; random numbers and seen ids reach every
+    rank."""
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    write_tiny_llama(tmp_path, dtype="float16", heads=4, kv_heads=2, layers=1, intermediate=64)
+    write_tiny_tokenizer(tmp_path)
+    program = str(Path(__file__).with_name("device_steps.py"))
+    with gloo(2, [program, str(tmp_path), "2"]) as ranks:
+        out, _ = finish(ranks)
+    with gloo(1, [program, str(tmp_path), "1"]) as alone:
+        own, _ = finish(alone)
+    assert json.loads(out) == json.loads(own)
+    assert {name: len(ids) for name, ids in json.loads(out).items()}["drawn"] == 8
 
 
 @pytest.mark.xdist_group("ranks")

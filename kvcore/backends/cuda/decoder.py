@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvcore.backends.cuda.paged import PagedStorage
 from kvcore.backends.cuda.sample import DeviceSampler
+from kvcore.communicator import OWN_STEPS, SharedSteps
 from kvcore.errors import NOT_FINITE, KvcoreError, NonFiniteError
 
 Run = Callable[[Tensor], Tensor]  # ids int32 [B, 1] -> float32 logits [B, vocab], all of it on the device
@@ -27,7 +28,7 @@ class Decoder:
     """Steps of one token for every sequence of a paged cache.
 
     ``begin`` and ``commit`` are the cache's own for a step of one token, ``uniform`` gives [B] numbers in [0, 1),
-    ``windows`` are those of the layers.
+    ``windows`` are those of the layers. ``among``: the ranks that run the same steps over their shares.
     ``no_graph``: None while a graph is used or may be, else why steps are launched one by one.
     """
 
@@ -41,11 +42,12 @@ class Decoder:
         commit: Callable[[], None],
         uniform: Callable[[], Sequence[float]],
         windows: Collection[int | None] = (None,),
+        among: SharedSteps = OWN_STEPS,
         graph: bool = True,
     ) -> None:
         batch, device = storage.shape.batch, torch.device(storage.device)
         self._storage, self._run, self._sampler = storage, run, sampler
-        self._begin, self._commit, self._uniform = begin, commit, uniform
+        self._begin, self._commit, self._uniform, self._among = begin, commit, uniform, among
         self._ids = torch.zeros(batch, 1, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(batch, dtype=torch.int32, device=device)
         self._draws = torch.zeros(batch, device=device)
@@ -65,37 +67,72 @@ class Decoder:
         Whoever stops earlier closes the iterator: then the cache holds the rows of all tokens before the last one that
         was read. KvcoreError where logits are not finite or memory is short, after what came before.
         """
-        self._ids.copy_(torch.tensor(first, dtype=torch.int32)[:, None])
-        launched = 0
+        ids, launched, read = list(map(int, first)), 0, 0
+        with self._among.command("start", ids):
+            self.start(ids)
         try:
             for _ in range(count):
                 failed: KvcoreError | None = None
                 while launched < count and len(self._under_way) < 2 and failed is None:
-                    try:
-                        self._launch()
-                        launched += 1
-                    except KvcoreError as error:
-                        failed = error
+                    draws = [float(x) for x in self._uniform()] if self._sampler.random else []
+                    with self._among.command("launch", draws, read):
+                        failed = self.launch(draws)
+                    launched, read = launched + (failed is None), 0
                 if not self._under_way:
                     assert failed is not None
                     raise failed
-                yield self._read()
+                tokens = self._read()
+                read += 1
+                yield tokens
         finally:
-            self._forget()
+            with self._among.command("forget", read):
+                self.forget()
 
-    def _launch(self) -> None:
+    # What `tokens` is made of; other ranks do the same by command, and say how many steps rank 0 has read since
+
+    def start(self, first: Sequence[int]) -> None:
+        self._ids.copy_(torch.tensor(first, dtype=torch.int32)[:, None])
+
+    def launch(self, draws: Sequence[float], read: int = 0) -> KvcoreError | None:
+        """A step, with a number of [0, 1) for each sequence where tokens are drawn; or why there is no room for it."""
+        self._drop(read)
         if self._under_way:  # the step before is known to stand once the next one is asked for
             self._commit()
-        self._begin()
-        before = self._storage.tokens
+        before, failed = self._storage.tokens, None
         try:
+            self._begin()
             self._storage.start_step(1)
-            if self._sampler.random:
-                self._draws.copy_(torch.tensor(self._uniform(), dtype=torch.float32), non_blocking=True)
-            self._step()
-        except BaseException:
+        except KvcoreError as error:
+            failed = error
+        if self._among.any(failed is not None):  # then none of the ranks may wait for the others in a step
             self._storage.shorten(before)
+            return failed or KvcoreError("another rank could not run this step")
+        try:
+            if draws:
+                self._draws.copy_(torch.tensor(draws, dtype=torch.float32), non_blocking=True)
+            self._step()
+        except BaseException as error:
+            self._storage.shorten(before)
+            if isinstance(error, KvcoreError) and self._among.alone:
+                return error
             raise
+        self._ask()
+        return None
+
+    def forget(self, read: int = 0) -> None:
+        """Give up steps that nobody read."""
+        self._drop(read)
+        if self._under_way:
+            self._storage.trim(len(self._under_way))
+            self._under_way.clear()
+        self._commit()
+
+    def _drop(self, count: int) -> None:
+        for _ in range(count):
+            self._under_way.popleft()
+
+    def _ask(self) -> None:
+        """Let the tokens come to the host, without waiting."""
         if self._cuda:
             tokens = torch.empty(self._tokens.shape, dtype=torch.int32, pin_memory=True)
             tokens.copy_(self._tokens, non_blocking=True)
@@ -130,7 +167,7 @@ class Decoder:
         start, graph = time.perf_counter(), torch.cuda.CUDAGraph()
         before = [layer.tokens for layer in self._storage.layers]
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._compute()
         except (RuntimeError, torch.OutOfMemoryError) as error:
             self.no_graph = f"capture failed: {str(error).splitlines()[0]}"
@@ -149,10 +186,3 @@ class Decoder:
         if min(ids) < 0:
             raise NonFiniteError(NOT_FINITE)
         return ids
-
-    def _forget(self) -> None:
-        """Give up steps that nobody read."""
-        if self._under_way:
-            self._storage.trim(len(self._under_way))
-            self._under_way.clear()
-        self._commit()

@@ -43,7 +43,7 @@ class TorchCommunicator:
         if isinstance(x, np.ndarray):
             return self.all_sum(torch.from_numpy(np.array(x))).numpy()
         # gloo adds in the tensor's dtype; float32 keeps the sum of 16-bit parts as exact as one product's
-        wide = x.float() if x.dtype in _NARROW and x.device.type == "cpu" else x.contiguous().clone()
+        wide = x.float() if x.dtype in _NARROW and x.device.type == "cpu" else x.contiguous()
         self._run(lambda: dist.all_reduce(wide))
         return wide.to(x.dtype)
 

@@ -101,7 +101,7 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     raw_parts = (not layout.k.quantized) + (not layout.v.quantized)
     stages = 0
     if raw_parts == 2:
-        warps, tiles, resident = (1, 1, 8) if few else (4, 1, 2)
+        warps, tiles, resident = 1, 1, 8
     elif wide:
         warps, tiles, resident = (2, 1, 4) if raw_parts else (1, 1, 8)
     elif layout.k.codebook:
@@ -109,10 +109,12 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
             warps, tiles, resident = 1, 2, 8
         else:
             warps, tiles, resident, stages = (1, 4, 12, 2) if few else (2, 4, 6, 2)
-    elif layout.k.quantized and layout.v.codebook:
-        warps, tiles, resident = (1, 4, 8) if few else (4, 4, 2)
+    elif not few:
+        warps, tiles, resident = (4, 4, 2) if layout.k.quantized and layout.v.codebook else (4, 2, 2)
+    elif layout.v.name == "turbo3":
+        warps, tiles, resident = 2, 2, 4
     else:
-        warps, tiles, resident = (2, 2, 4) if few else (4, 2, 2)
+        warps, tiles, resident = 1, 1 if raw_parts else 2, 8
     total = _best_splits(rows, processors * resident)
     width = 8 if columns <= 8 else 16
     if raw_parts == 2:

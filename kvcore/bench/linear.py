@@ -1,8 +1,8 @@
 """The linear layers of a decode step on CUDA: our kernel beside torch's int4 product and cuBLAS, interleaved, L2-cold,
 checked before they are timed.
 
-Ours takes the RMSNorm before and the residual or the gated activation after into its launch, as in a model. The peers
-do the product alone, over the same outputs.
+Ours does the RMSNorm before (in its launch for a few rows, in one of its own for more) and the residual or the gated
+activation after (in its launch), as in a model. The peers do the product alone, over the same outputs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcore.backends.cuda.gpu import processors
-from kvcore.backends.cuda.linear import (
-    FEW_ROWS,
-    MAX_ROWS,
-    LinearConfig,
-    WeightTiles,
-    choose_config,
-    linear_tiles,
-    unpacked_on,
-)
+from kvcore.backends.cuda.linear import FEW_ROWS, WeightTiles, config_for, linear_tiles, unpacked_on
+from kvcore.backends.cuda.linear_config import LinearConfig, RowsConfig
 from kvcore.backends.cuda.ops import TORCH_DTYPES
 from kvcore.bench.attention import read_ceiling
 from kvcore.bench.random_model import RandomCheckpoint
@@ -172,7 +164,7 @@ def run(
     """A row for each layer and number of rows, then the model's sum for each number of rows; and what was timed beside
     our kernel, or why not. KvcoreError where our result is wrong: it is not timed."""
     if max(rows) > FEW_ROWS:
-        raise InputError(f"--rows {max(rows)}: the kernel takes at most {FEW_ROWS}, more go through dense weights")
+        raise InputError(f"--rows {max(rows)}: the kernels take at most {FEW_ROWS}, more go through dense weights")
     ceiling, found = read_ceiling(), []
     notes = {f"peer {name}": words for name, words in PEERS.items()}
     with torch.no_grad():
@@ -221,7 +213,7 @@ def _variants(
         off = _error(ours()[0], given.want(layer, matrix))
         if not off <= limit:
             raise KvcoreError(f"{layer.name}, {count} rows: error {off:.1e} exceeds {limit:.1e}: not timed")
-        config = choose_config(tiles, min(count, MAX_ROWS), processors(tiles.codes.device))
+        config = config_for(tiles, count, normed=layer.normed)
         yield Variant("ours", count, ours, len(copies), off, config)
         want = matrix.times(given.x)
         for name, products in list(peers.items()):
@@ -363,5 +355,10 @@ def _total(rows: Sequence[dict[str, Any]], ceiling: float) -> dict[str, Any]:
 
 
 def _words(config: LinearConfig | None) -> str | None:
-    """warps x tiles x chunks + turns ahead"""
-    return None if config is None else f"{config.warps}x{config.tiles}x{config.chunks}+{config.ahead}"
+    """warps x tiles x chunks + turns ahead of `linear_rows`; with "wide" or "apart" instead, of `linear_wide`"""
+    if config is None:
+        return None
+    shape = f"{config.warps}x{config.tiles}x{config.chunks}"
+    if isinstance(config, RowsConfig):
+        return f"{shape}+{config.ahead}"
+    return f"{shape} {'apart' if config.apart else 'wide'}"

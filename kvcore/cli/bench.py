@@ -211,7 +211,7 @@ def bench_linear(options: LinearBenchOptions, common: CommonOptions) -> None:
         "warm-up": "three replays of each graph",
         "data": "normal, seed 0",
         **peers,
-        "configs": "warps x tiles x chunks + turns ahead",
+        "configs": "warps x tiles x chunks, + turns ahead for few rows",
     }
     publish("linear", environment, found, COLUMNS, options, common)
 

@@ -376,8 +376,8 @@ class LinearBenchOptions:
         str,
         flag("--random-model", "llama-3.1-8b-4bit, llama-3.1-8b-bf16 or llama-3.2-1b-4bit.", metavar="NAME"),
     ] = "llama-3.1-8b-4bit"
-    rows: Annotated[str, flag("--rows", "Rows of a product, comma-separated, at most 128.", metavar="LIST")] = (
-        "1,2,4,8,16"
+    rows: Annotated[str, flag("--rows", "Rows of a product, comma-separated, at most 64.", metavar="LIST")] = (
+        "1,2,4,8,16,32,64"
     )
     repeats: Annotated[int, flag("--repeats", "Timed runs of each row.")] = 21
     out: Annotated[str | None, flag("--out", "Folder for the Markdown, JSON lines and CSV files.", metavar="DIR")] = (

@@ -27,7 +27,8 @@ from kvcore.backends.cuda.kernels.gather import Source, gather
 from kvcore.backends.cuda.kernels.pick import likeliest
 from kvcore.backends.cuda.kernels.rotate import rotation_matrices
 from kvcore.backends.cuda.linear import WeightTiles, linear_tiles
-from kvcore.backends.cuda.linear import choose_config as choose_linear
+from kvcore.backends.cuda.linear_config import RowsConfig
+from kvcore.backends.cuda.linear_config import choose_config as choose_linear
 from kvcore.layout import CODECS
 from kvcore.modes import MODES
 
@@ -83,7 +84,7 @@ ATTENDS = [
     ("int8", 128, "bfloat16", 16, 16, 8),
     ("fp16", 64, "float16", 8, 2, 8),
 ]
-# rows, bits, group, dtype, normed and added to, gated
+# rows, bits, group, dtype, normed and added to, gated, dtype of scales where it is another
 LINEARS = [
     *((rows, 4, group, "float16", False, False) for rows in (1, 16) for group in (32, 64, 128)),
     *((1, bits, 64, "float16", normed, False) for bits in (4, 8) for normed in (False, True)),
@@ -91,9 +92,13 @@ LINEARS = [
     (16, 4, 64, "bfloat16", True, True),
     (1, 4, 64, "bfloat16", True, False),
     (1, 8, 64, "bfloat16", True, False),
+    *((64, 4, group, "float16", False, False) for group in (32, 64, 128)),
+    *((64, bits, 64, "bfloat16", True, gated) for bits in (4, 8) for gated in (False, True)),
+    (64, 8, 32, "float16", True, True),
+    *((64, bits, 64, "bfloat16", False, False, "float16") for bits in (4, 8)),
     *(
         (rows, 16, 64, dtype, True, gated)
-        for rows in (1, 16)
+        for rows in (1, 16, 64)
         for dtype in ("float16", "bfloat16")
         for gated in (False, True)
     ),
@@ -124,12 +129,13 @@ def _is_split(linear: str, axis: int, sliced: list[int]) -> bool:
     return bool(lanes) and (any(basis[axis] for basis in warp) or lanes[-1] - lanes[0] >= len(lanes))
 
 
-# bits, rows, tiles, chunks: each launch shape that `linear.choose_config` takes
+# bits, rows, tiles, chunks, normed: each launch shape that `linear_config.choose_config` takes
 LINEAR_SHAPES = [
-    (bits, rows, tiles, chunks)
+    (bits, rows, tiles, chunks, normed)
     for bits in (4, 8, 16)
-    for rows in (1, 16)
+    for rows in (1, 2, 16, 32, 64)
     for tiles, chunks in ((8016, 64), (1792, 64), (384, 64), (256, 64), (256, 224))
+    for normed in (True, False)
 ]
 
 
@@ -212,10 +218,12 @@ def attend(mode: str, dim: int, dtype: str, group: int, n: int, rows: int) -> No
     )
 
 
-def linear(rows: int, bits: int, group: int, dtype: str, normed: bool, gated: bool) -> None:
+def linear(
+    rows: int, bits: int, group: int, dtype: str, normed: bool, gated: bool, sides_dtype: str | None = None
+) -> None:
     kind, out, inputs = getattr(torch, dtype), 64, 1024
     codes = torch.empty(out // 16, inputs // 64, 32 * bits, dtype=torch.int32)
-    sides = torch.empty(out // 16, inputs // group, 8, 4, dtype=kind)
+    sides = torch.empty(out // 16, inputs // group, 8, 4, dtype=getattr(torch, sides_dtype or dtype))
     if bits == 16:
         codes, sides = torch.empty(out // 16, inputs // 64, 1024, dtype=kind), None
     tiles = WeightTiles(codes, sides, kind, out // 2 if gated else out, inputs, bits, group, gated)
@@ -229,18 +237,17 @@ def linear(rows: int, bits: int, group: int, dtype: str, normed: bool, gated: bo
 def linear_shapes() -> None:
     """Each launch shape once."""
     done = set()
-    for bits, rows, tiles, chunks in LINEAR_SHAPES:
-        codes = torch.empty(1, dtype=torch.int32).expand(tiles, chunks, 32 * bits)
-        weight = WeightTiles(codes, codes, torch.float16, 16 * tiles, 64 * chunks, bits, 64)
-        config = choose_linear(weight, rows, PROCESSORS)
-        if (bits, rows, config) not in done:
-            done.add((bits, rows, config))
+    for bits, rows, tiles, chunks, normed in LINEAR_SHAPES:
+        config = choose_linear(tiles, chunks, bits, rows, normed=normed, processors=PROCESSORS)
+        case = bits, max(8, rows), config, normed and isinstance(config, RowsConfig)
+        if case not in done:
+            done.add(case)
             kind = torch.float16 if bits == 16 else torch.int32
             codes = torch.empty(8, 64, 1024 if bits == 16 else 32 * bits, dtype=kind)
             sides = None if bits == 16 else torch.empty(8, 64, 8, 4, dtype=torch.float16)
             x = torch.empty(rows, 4096, dtype=torch.float16)
             weight = WeightTiles(codes, sides, torch.float16, 128, 4096, bits, 64 if sides is not None else 4096)
-            linear_tiles(x, weight, norm=(x[0], 1e-5), config=config)
+            linear_tiles(x, weight, norm=(x[0], 1e-5) if normed else None, config=config)
 
 
 def small() -> None:

@@ -67,6 +67,8 @@ _OPERATIONS: dict[str, Callable[..., int]] = {
     "prmt.b32": _prmt,
     "cvt.rn.f16x2.e4m3x2": _e4m3_pair,
     "sub.f16x2": _halves(np.float16, lambda a, b: a - b),
+    "sub.rn.f16x2": _halves(np.float16, lambda a, b: a - b),
     "mul.rn.f16x2": _halves(np.float16, lambda a, b: a * b),
+    "fma.rn.f16x2": _halves(np.float16, lambda a, b, c: a * b + c),
     "fma.rn.bf16x2": _halves(ml_dtypes.bfloat16, lambda a, b, c: a * b + c),
 }

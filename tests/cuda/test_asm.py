@@ -62,6 +62,22 @@ def test_a_product_with_a_norm_s_weights(bf16: bool) -> None:
         assert numbers(got, dtype) == want.astype(float).tolist()
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["float16", "bfloat16"])
+def test_codes_to_numbers(bf16: bool) -> None:
+    """Every code of eight bits, or of four where they stand under 64 or 128, by scales of any size."""
+    asm, dtype = (codes.AFFINE_BF16, ml_dtypes.bfloat16) if bf16 else (codes.AFFINE_F16, np.float16)
+    rng = np.random.default_rng(0)
+    for bits, more in ((8, 0.0), (4, 128.0)) if bf16 else ((8, 1024.0), (4, 64.0)):
+        for pair in np.arange(1 << bits).reshape(-1, 2):
+            scale = (rng.standard_normal(2) * 2.0 ** rng.integers(-12, 4, 2)).astype(dtype)
+            bias = (rng.standard_normal(2) * 2.0 ** rng.integers(-12, 4, 2)).astype(dtype)
+            offset = np.full(2, -more if bf16 else more).astype(dtype)
+            inputs = [(pair + more).astype(dtype), offset, scale, bias]
+            got = run(asm.value, [int(x.view(np.uint16).view(np.uint32)[0]) for x in inputs], 1)
+            want = pair.astype(np.float32) * scale.astype(np.float32) + bias.astype(np.float32)
+            assert numbers(got, dtype) == want.astype(dtype).astype(float).tolist()
+
+
 @pytest.mark.parametrize("asm", ["TURBO4_ASM", "TURBO4_ASM_SM80"])
 def test_turbo4(asm: str) -> None:
     def value(word: int, c: int) -> float:

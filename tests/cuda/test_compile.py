@@ -27,6 +27,7 @@ KERNELS = {
     "gate_kernel",
     "gather_kernel",
     "linear_rows",
+    "linear_wide",
     "peak_kernel",
     "weight_rows_kernel",
 }

@@ -87,6 +87,8 @@ def test_a_row_for_each_layer_and_a_sum_for_each_number_of_rows(int4: None, devi
     assert first["tb_per_s"] == pytest.approx(first["bytes"] / first["us"] / 1e6)
     assert first["percent_of_read"] == pytest.approx(100 * first["tb_per_s"] / 2)
     assert first["ms"] == pytest.approx(3 * first["us"] / 1e3)
+    assert "+" in first["config"]
+    assert second["config"].endswith(" wide")
     assert first["floor_ms"] == pytest.approx(3 * first["bytes"] / 2e9)
     assert all(0 < row["error"] < 1e-3 for row in rows)
     assert all(0 < row["error_int4"] < 1e-2 for row in rows[:-2])
@@ -147,8 +149,8 @@ def test_a_wrong_result_is_not_timed(part: str, device: str, monkeypatch: pytest
 
 
 def test_more_rows_than_the_kernel_takes_are_refused(device: str) -> None:
-    with pytest.raises(InputError, match="--rows 129: the kernel takes at most 128"):
-        run(checkpoint(), [1, 129], device)
+    with pytest.raises(InputError, match="--rows 65: the kernels take at most 64"):
+        run(checkpoint(), [1, 65], device)
 
 
 def test_codes_are_those_of_the_weight() -> None:

@@ -1,4 +1,4 @@
-"""Weights on CUDA, stored in the order that `kernels/linear.py` reads, and their product with a few rows."""
+"""Weights on CUDA, stored in the order that the kernels read, and their product with a few rows."""
 
 from __future__ import annotations
 
@@ -13,24 +13,14 @@ from torch import Tensor
 
 from kvcore.backends.cuda.gpu import overlap_options, processors
 from kvcore.backends.cuda.kernels.linear import linear_rows
+from kvcore.backends.cuda.kernels.linear_wide import linear_wide
 from kvcore.backends.cuda.kernels.weight_rows import weight_rows
+from kvcore.backends.cuda.linear_config import LinearConfig, WideConfig, choose_config
 from kvcore.errors import UnsupportedError
 from kvcore.weights.types import AffineWeight, DenseWeight, Weight
 
-MAX_ROWS = 16  # of one launch
-FEW_ROWS = 128  # that are taken MAX_ROWS at a time; more are multiplied by dense weights
+FEW_ROWS = WideConfig.max_rows  # more are multiplied by dense weights
 CHUNK = 64  # inputs that stand together in a tile
-
-
-@dataclass(frozen=True, slots=True)
-class LinearConfig:
-    """Warps of a program, which share the inputs of its ``tiles``; chunks of 64 inputs that a warp loads at a time;
-    turns of the warps for which weights are asked for beforehand."""
-
-    warps: int
-    tiles: int
-    chunks: int
-    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,38 +160,27 @@ def linear_tiles(
     out_dtype: torch.dtype | None = None,
     config: LinearConfig | None = None,
 ) -> Tensor:
-    """x [..., in] times Wᵀ -> [..., out], in x's dtype or ``out_dtype``: a launch for each `MAX_ROWS` rows.
+    """x [..., in] times Wᵀ -> [..., out], in x's dtype or ``out_dtype``: a launch for each ``config.max_rows`` rows.
 
     x is float16 or bf16. ``norm``: weights [in] and eps of an RMSNorm of x before. ``bias`` [out] (of a gated weight
     [2 · out]) and ``added`` [..., out] (a residual, not with a gated weight) come after.
     """
     rows = x.reshape(-1, weight.inputs)
-    config = config or choose_config(weight, min(len(rows), MAX_ROWS), processors(x.device))
+    config = config or config_for(weight, len(rows), normed=norm is not None)
+    if norm is not None and isinstance(config, WideConfig):
+        rows, norm = torch.nn.functional.rms_norm(rows, rows.shape[1:], *norm), None
     y = torch.empty(len(rows), weight.out, dtype=out_dtype or x.dtype, device=x.device)
-    rest = [None] * len(rows) if added is None else added.reshape(-1, weight.out).split(MAX_ROWS)
-    for part, out, more in zip(rows.split(MAX_ROWS), y.split(MAX_ROWS), rest, strict=False):
+    most = config.max_rows
+    rest = [None] * len(rows) if added is None else added.reshape(-1, weight.out).split(most)
+    for part, out, more in zip(rows.split(most), y.split(most), rest, strict=False):
         _launch(part, weight, out, norm, bias, more, config)
     return y.reshape(*x.shape[:-1], weight.out)
 
 
-def choose_config(weight: WeightTiles, rows: int, processors: int) -> LinearConfig:
-    """Measured on an H200, see docs/performance.md. Many outputs: some tiles share what is done to x; few: many warps
-    share the inputs of one, and weights are asked for early."""
+def config_for(weight: WeightTiles, rows: int, *, normed: bool) -> LinearConfig:
     tiles, chunks = weight.codes.shape[:2]
-    many, most = tiles >= 8 * processors, tiles >= 32 * processors
-    if rows > 8:
-        if many:
-            return LinearConfig(4, 2, 2 if most else 1, 2)
-        return LinearConfig(8, 1, 2, 2) if chunks >= 128 else LinearConfig(4, 2 if tiles > 2 * processors else 1, 2, 2)
-    if weight.bits == 16:
-        if many:
-            return LinearConfig(4, 1, 2)
-        return LinearConfig(16, 2, 1) if chunks >= 128 else LinearConfig(4 if tiles > 2 * processors else 8, 1, 4)
-    if many:
-        return LinearConfig(4, 4, 2) if most else LinearConfig(4, 2, 1)
-    if chunks >= 128:
-        return LinearConfig(8, 1, 4, 2)
-    return LinearConfig(4, 1, 4, 4) if tiles > 2 * processors else LinearConfig(8, 1, 2, 2)
+    cores = processors(weight.codes.device)
+    return choose_config(tiles, chunks, weight.bits, rows, normed=normed, processors=cores)
 
 
 def _launch(
@@ -213,14 +192,26 @@ def _launch(
     added: Tensor | None,
     config: LinearConfig,
 ) -> None:
-    n = len(x)
-    linear_rows[(-(-weight.codes.shape[0] // config.tiles),)](
-        x, x if norm is None else norm[0], weight.codes, weight.codes if weight.sides is None else weight.sides,
-        x if bias is None else bias, x if added is None else added, y, n, 0.0 if norm is None else norm[1],
-        M=weight.out, K=weight.inputs, GROUP=weight.group, BITS=weight.bits, NP=8 if n <= 8 else 16,
-        W=config.warps, TILES=config.tiles, COUNT=config.chunks, AHEAD=config.ahead,
-        NORMED=norm is not None, BIASED=bias is not None, ADD=added is not None, GATED=weight.gated,
-        num_warps=config.warps, **overlap_options(x.device),
+    n, blocks = len(x), -(-weight.codes.shape[0] // config.tiles)
+    sides = weight.codes if weight.sides is None else weight.sides
+    shifts, residual = x if bias is None else bias, x if added is None else added
+    options: dict[str, Any] = {
+        "M": weight.out, "K": weight.inputs, "GROUP": weight.group, "BITS": weight.bits, "W": config.warps,
+        "TILES": config.tiles, "COUNT": config.chunks, "BIASED": bias is not None, "ADD": added is not None,
+        "GATED": weight.gated, "num_warps": config.warps, **overlap_options(x.device),
+    }  # fmt: skip
+    if isinstance(config, WideConfig):
+        if config.apart:
+            blocks = -(-blocks // config.warps)
+        linear_wide[(blocks,)](
+            x, weight.codes, sides, shifts, residual, y, n,
+            NP=max(8, 1 << (n - 1).bit_length()), APART=config.apart, **options,
+        )  # fmt: skip
+        return
+    weights, eps = (x, 0.0) if norm is None else norm
+    linear_rows[(blocks,)](
+        x, weights, weight.codes, sides, shifts, residual, y, n, eps,
+        NP=8 if n <= 8 else 16, AHEAD=config.ahead, NORMED=norm is not None, **options,
     )  # fmt: skip
 
 

@@ -20,7 +20,16 @@ from kvcore.engine.memory import Amount, beyond, covers
 from kvcore.engine.prefixes import PrefixStore
 from kvcore.engine.running import Running, pieces
 from kvcore.engine.steps import Stepper, failure_of
-from kvcore.engine.types import BudgetError, Failure, FinishReason, Listener, NotReadyError, QueueFullError, Request
+from kvcore.engine.types import (
+    BudgetError,
+    Failure,
+    FinishReason,
+    Listener,
+    NotReadyError,
+    Output,
+    QueueFullError,
+    Request,
+)
 from kvcore.errors import NOT_FINITE, InputError, is_out_of_memory
 from kvcore.runtime import Model
 from kvcore.sampling import Sampler
@@ -53,6 +62,7 @@ class Engine:
         self._open: dict[str, Running] = {}  # everything that has no finish reason yet
         self._waiting: list[tuple[int, Running]] = []  # a heap by order
         self._running: list[Running] = []  # in order
+        self._outbox: list[tuple[Running, Output]] = []  # to be told while the device computes
         self._orders = 0
         self._changes = 0  # times that room became free
         self._blocked = (0, 0)  # the request that found no room, and the changes until then
@@ -153,6 +163,11 @@ class Engine:
     def step(self) -> bool:
         """One step, in the caller's thread; False where there was nothing to do. For programs with a loop of their own:
         never beside `start`."""
+        worked = self._step()
+        self._deliver()
+        return worked
+
+    def _step(self) -> bool:
         self._collect()
         decoding = [running for running in self._running if running.decoding]
         worked = self._decode(decoding) | self._prefill()
@@ -163,8 +178,9 @@ class Engine:
     def _loop(self) -> None:
         try:
             while self._healthy:
-                if self.step():
+                if self._step():
                     continue
+                self._deliver()
                 with self._wake:
                     if self._stopping and not self._open:
                         return
@@ -204,9 +220,10 @@ class Engine:
         """One token for every sequence."""
         batch = self._make_room(batch)
         if not batch:
+            self._deliver()
             return False
         ids = [np.asarray([[running.answer.tokens[-1]]], np.int32) for running in batch]
-        for running, result in zip(batch, self._stepper.decode(batch, ids), strict=True):
+        for running, result in zip(batch, self._stepper.decode(batch, ids, self._deliver), strict=True):
             if isinstance(result, Exception):
                 self._failed(running, result)
             elif isinstance(result, int):
@@ -232,6 +249,7 @@ class Engine:
 
     def _run_chunk(self, running: Running, ids: np.ndarray) -> None:
         assert running.cache is not None
+        self._deliver()  # a chunk takes long
         start, echo = running.offset, running.request.echo_logprobs
         logits: list[np.ndarray] = []
         for part in pieces(ids, running.cache.step_limit):
@@ -420,12 +438,18 @@ class Engine:
     def _tell(
         self, running: Running, text: str = "", reason: FinishReason | None = None, failure: Failure | None = None
     ) -> None:
-        try:
-            running.listener(running.output(text, reason, failure))
-        except Exception:
-            log.exception("a listener failed; its request is cancelled")
-            self._counts["listener errors"] += 1
-            running.cancelled = True
+        self._outbox.append((running, running.output(text, reason, failure)))
+
+    def _deliver(self) -> None:
+        """Tell what there is to tell."""
+        outbox, self._outbox = self._outbox, []
+        for running, output in outbox:
+            try:
+                running.listener(output)
+            except Exception:
+                log.exception("a listener failed; its request is cancelled")
+                self._counts["listener errors"] += 1
+                running.cancelled = True
 
     def _end_all(self, problem: Failure) -> None:
         with self._wake:
@@ -435,6 +459,7 @@ class Engine:
             self._inbox.clear()
         for running in left:
             self._finish(running, "error", failure=problem)
+        self._deliver()
 
     def _retry_after(self) -> float:
         """A guess from how fast requests finish: seconds until one more may wait."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -41,9 +41,10 @@ class Stepper:
         (result,) = self._run([running.cache], [ids], all_logits=all_logits, block=None)
         return result
 
-    def decode(self, batch: Sequence[Running], ids: Sequence[np.ndarray]) -> list[Next]:
+    def decode(self, batch: Sequence[Running], ids: Sequence[np.ndarray], meanwhile: Callable[[], None]) -> list[Next]:
         """One step of each sequence, ``ids`` int32 [1, 1]: its next token where that is picked on the device, else its
-        logits [1, vocab], which stay until the next step. Where the step as a whole fails, each is tried alone."""
+        logits [1, vocab], which stay until the next step. Where the step as a whole fails, each is tried alone.
+        ``meanwhile`` is what the host does while a device computes, or else before."""
         caches = [running.cache for running in batch if running.cache is not None]
         results: list[Next] = [CapacityError("the step was lost")] * len(caches)
         left: list[list[int]] = []
@@ -59,6 +60,7 @@ class Stepper:
                     log.warning("a step of %d sequences failed; each is tried alone", len(rows), exc_info=True)
                 left += [[row] for row in rows]
                 continue
+            meanwhile()
             try:
                 found: Sequence[Next] = self._tokens.read()
             except Exception as error:  # rows may be lost: all of them are run again
@@ -66,6 +68,7 @@ class Stepper:
             for row, result in zip(rows, found, strict=True):
                 results[row] = result
         if left:
+            meanwhile()
             self._decode(caches, ids, left, results)
         return results
 

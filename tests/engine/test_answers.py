@@ -32,7 +32,9 @@ def scripted(engine: Engine, texts: dict[str, Iterable[int]], monkeypatch: pytes
         stepper, "prefill", lambda running, *a, **k: (prefill(running, *a, **k), logits(running.request.id))[1]
     )
     monkeypatch.setattr(
-        stepper, "decode", lambda batch, part: (decode(batch, part), [logits(each.request.id) for each in batch])[1]
+        stepper,
+        "decode",
+        lambda batch, *rest: (decode(batch, *rest), [logits(each.request.id) for each in batch])[1],
     )
 
 

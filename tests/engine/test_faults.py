@@ -64,8 +64,8 @@ def test_nan_logits_end_one_request(model: kvcore.Model, monkeypatch: pytest.Mon
     heard = three(engine)
     decode = engine._stepper.decode
 
-    def poisoned(batch: Any, token_ids: Any) -> Any:
-        results = decode(batch, token_ids)
+    def poisoned(batch: Any, *rest: Any) -> Any:
+        results = decode(batch, *rest)
         for running, result in zip(batch, results, strict=True):
             if running.request.id == "b" and len(running.answer.tokens) == 9:
                 result[0, 7] = np.nan

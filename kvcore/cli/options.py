@@ -502,8 +502,9 @@ class ServeOptions:
         str, flag("--context-shift", "on: drop the oldest tokens after --keep; off: end there.", metavar="on|off")
     ] = "on"
     prefill_step_size: Annotated[
-        int, flag("--prefill-step-size", "Prompt tokens that run through the model at once.")
-    ] = 512
+        int | None,
+        flag("--prefill-step-size", "Prompt tokens that run at once; without it 2048 on a GPU, else 512."),
+    ] = None
     shutdown_timeout: Annotated[
         float, flag("--shutdown-timeout", "Seconds that running answers get to finish after SIGTERM.")
     ] = 30.0

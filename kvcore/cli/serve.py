@@ -226,8 +226,9 @@ def _check(options: ServeOptions) -> None:
     if not 0 <= options.port < 65536:
         raise InputError(f"--port {options.port}: must be from 0 to 65535")
     for name in ("max_batch", "max_queue", "prefill_step_size"):
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 1 or more")
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
     if options.max_model_len is not None and options.max_model_len < 2:
         raise InputError(f"--max-model-len {options.max_model_len}: must be 2 or more, for a prompt and an answer")
     if not (math.isfinite(options.shutdown_timeout) and options.shutdown_timeout >= 0):

@@ -19,7 +19,9 @@ class EngineConfig:
     max_model_len    tokens of prompt and answer; at most, and by default, the model's context
     max_kv_size      most live rows of a request; with context_shift the first ``keep`` and the newest stay, without it
                      the answer ends there
-    prefill_step     tokens of a chunk of prefill, and of all prefill between two decode steps
+    prefill_step     tokens of a chunk of prefill, and of all prefill between two decode steps; a chunk that ends a
+                     prompt takes up to an eighth more, rather than leave a small one. None: the backend's own number,
+                     2,048 at most
     modes            cache modes that requests may ask for beside the model's own; contiguous storage allows any
     prefix_reuse     whether prompts adopt rows of others
     prefix_bytes     most bytes of prefixes that nobody uses; None: what the budget leaves
@@ -33,7 +35,7 @@ class EngineConfig:
     max_kv_size: int | None = None
     keep: int = DEFAULT_KEEP
     context_shift: bool = True
-    prefill_step: int = 512
+    prefill_step: int | None = None
     modes: tuple[str, ...] = ()
     prefix_reuse: bool = True
     prefix_bytes: int | None = None

@@ -15,7 +15,7 @@ from collections import Counter
 import numpy as np
 
 from kvcore.engine.config import EngineConfig, EngineStats
-from kvcore.engine.limits import Limits, make_memory
+from kvcore.engine.limits import Limits, chunk_of, make_memory
 from kvcore.engine.memory import Amount, beyond, covers
 from kvcore.engine.prefixes import PrefixStore
 from kvcore.engine.running import Running, pieces
@@ -54,6 +54,7 @@ class Engine:
         self.model, self.config = model, config
         self._memory = make_memory(model, config)
         self._limits = Limits(model, config, self._memory)
+        self._chunk = chunk_of(model, config)
         self._prefixes = PrefixStore(self._memory, config, lambda: self._running)
         self._stepper = Stepper(model, config.max_batch)
         self._wake = threading.Condition()
@@ -119,8 +120,8 @@ class Engine:
             ):
                 raise QueueFullError(f"{waiting} requests wait, as many as may: try again later", self._retry_after())
             self._orders += 1
-            step = self.config.prefill_step
-            running = Running(request, listener, mode, self._orders, limit, step, answer, Sampler(request.params))
+            chunk, sampler = self._chunk, Sampler(request.params)
+            running = Running(request, listener, mode, self._orders, limit, chunk, answer, sampler)
             self._open[request.id] = running
             self._inbox.append(running)
             self._wake.notify_all()
@@ -234,18 +235,18 @@ class Engine:
 
     def _prefill(self) -> bool:
         """Chunks of prompts, the oldest request's first; a new request starts where there is time for its first one."""
-        left = self.config.prefill_step
+        left = self._chunk
         while left > 0:
             running = next((each for each in self._running if not each.decoding), None) or self._start_next()
             if running is None:
                 break
             ids = running.chunk()
-            if ids.shape[1] > left and left < self.config.prefill_step:
+            if ids.shape[1] > left and left < self._chunk:
                 break
             left -= ids.shape[1]
             if self._make_room([running]):
                 self._run_chunk(running, ids)
-        return left < self.config.prefill_step
+        return left < self._chunk
 
     def _run_chunk(self, running: Running, ids: np.ndarray) -> None:
         assert running.cache is not None

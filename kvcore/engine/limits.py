@@ -8,10 +8,17 @@ from kvcore.engine.memory import ByteMemory, Memory, RowCosts, covers, default_b
 from kvcore.engine.paged import PageMemory, raw_pages_for
 from kvcore.engine.types import BudgetError, ContextLengthError, ModeError, Request
 from kvcore.errors import InputError, KvcoreError
+from kvcore.generate import longest_chunk
 from kvcore.modes import MODES, resolve_mode
 from kvcore.runtime import Model
 
 MAX_ALTERNATIVES = 20
+LARGEST_CHUNK = 2048  # where nobody says: running streams wait for it
+
+
+def chunk_of(model: Model, config: EngineConfig) -> int:
+    """Tokens of a chunk of prefill."""
+    return config.prefill_step or min(model.backend.prefill_step, LARGEST_CHUNK)
 
 
 def make_memory(model: Model, config: EngineConfig) -> Memory:
@@ -31,7 +38,7 @@ def make_memory(model: Model, config: EngineConfig) -> Memory:
             if mode == model.mode.name:
                 raise
     wanted = dict.fromkeys((model.mode.name, *(resolve_mode(mode).name for mode in config.modes)))
-    costs = {mode: RowCosts(spec, config.prefill_step) for mode, spec in specs.items()}
+    costs = {mode: RowCosts(spec, longest_chunk(chunk_of(model, config))) for mode, spec in specs.items()}
 
     def make(mode: str, pools: object | None = None) -> Cache:
         return model.new_cache(mode, max_kv_size=cap, keep=config.keep, pools=pools)

@@ -11,6 +11,7 @@ import numpy as np
 from kvcore.cache import Cache
 from kvcore.engine.memory import Amount
 from kvcore.engine.types import Failure, FinishReason, Listener, Output, Request, TokenLogprob, Usage
+from kvcore.generate import chunk_end
 from kvcore.sampling import Sampler, likeliest, log_probabilities
 from kvcore.text import Answer
 
@@ -67,7 +68,8 @@ class Running:
     def chunk(self) -> np.ndarray:
         """The tokens to run next of those up to `target`: int32 [1, n].
 
-        Borders depend on the request alone: every ``prefill_step`` tokens of a prompt, from where adopted rows end.
+        Borders depend on the request alone: every ``prefill_step`` tokens of a prompt, from where adopted rows end, and
+        none shortly before its end (`kvcore.generate.chunk_end`).
         When a preempted request is run again, its answer is cut where pages fold, so that each token sees the rows
         raw or folded as it did the first time.
         """
@@ -76,7 +78,7 @@ class Running:
         if at < self.cached:
             end = min(self.cached, at + step)
         elif at < len(self.prompt):
-            end = min(len(self.prompt), at + step - (at - self.cached) % step)
+            end = chunk_end(at + step - (at - self.cached) % step, len(self.prompt), step)
         else:
             window = self.cache.spec.window
             border = (at - window.recent_tokens) // window.page_size + 1

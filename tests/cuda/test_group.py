@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -118,6 +119,7 @@ def test_pages_go_back_when_members_go(backend: Backend, mode: str) -> None:
     assert in_use(shared) == [sum(pages) for pages in zip(*held, strict=True)][: len(in_use(shared))]
     assert [each for *_, each in shared.counts()] == list(held[0])[: len(in_use(shared))]
     del caches, cache, fork
+    gc.collect()  # compiling a kernel leaves a cycle with the frames that asked for it
     assert in_use(shared) == [0] * len(in_use(shared))
 
 

@@ -44,6 +44,18 @@ def test_a_step_takes_at_most_prefill_step_tokens_of_prompts(model: kvcore.Model
     finish(engine, heard)
 
 
+@pytest.mark.parametrize(("tokens", "chunks"), [(136, [64, 136]), (137, [64, 128, 137]), (72, [72])])
+def test_no_small_chunk_is_left_at_the_end_of_a_prompt(model: kvcore.Model, tokens: int, chunks: list[int]) -> None:
+    engine = new_engine(model, prefill_step=64)
+    heard = submit(engine, request("a", ids(tokens), 2))
+    run = []
+    for _ in chunks:
+        engine.step()
+        run.append(engine.stats().prompt_tokens)
+    assert run == chunks
+    finish(engine, heard)
+
+
 def test_requests_start_in_the_order_in_which_they_came(model: kvcore.Model) -> None:
     """A large one that has to wait for room is not overtaken by small ones that would fit."""
     per_token = 2 * 2 * 2 * 64 * 4

@@ -41,6 +41,12 @@ def test_each_chunk_of_the_prompt_counts(tiny_tokenizer: Tokenizer) -> None:
     assert generation.stats.prefill_seconds >= 3 * 0.02
 
 
+def test_a_last_chunk_of_a_few_tokens_runs_with_the_one_before(tiny_tokenizer: Tokenizer) -> None:
+    script = Script([5], vocab=256)
+    "".join(script.generate(tiny_tokenizer, prompt=range(10, 52), prefill_step=20, max_tokens=1))
+    assert script.events == [20, 22, "begin_decode"]
+
+
 def test_cached_tokens_are_not_counted_as_run(tiny_tokenizer: Tokenizer) -> None:
     script = Script([5], vocab=256, seconds=(0.05, 0.0))
     generation = script.generate(tiny_tokenizer, prompt=range(10, 60), cached=40, max_tokens=1)

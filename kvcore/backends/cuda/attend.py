@@ -120,7 +120,8 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     if raw_parts == 2:
         return LaunchConfig(warps, 1, 1, 0, total, width)
     raw_splits = min(4, max(1, total // 4))
-    splits = max(1, min(total, MAX_SPLITS - raw_splits))
+    # Where programs are many for a row, those of raw rows must not start a wave of their own.
+    splits = max(1, total - raw_splits if few else min(total, MAX_SPLITS - raw_splits))
     return LaunchConfig(warps, tiles, 1, splits, raw_splits, width, stages, stages)
 
 

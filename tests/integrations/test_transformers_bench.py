@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +35,20 @@ def test_one_row_for_each_cache_after_stocks() -> None:
     # Each of transformers' quantized caches has a row, or a line that says why not.
     for backend in ("quanto", "hqq", "fp8"):
         assert any(backend in name for name in names) or any(backend in line and "left out" in line for line in said)
+
+
+@pytest.mark.parametrize("cudnn", [True, False])
+def test_a_step_may_be_kept_from_cudnn(cudnn: bool) -> None:
+    """A row of its own on a GPU."""
+    seen: list[bool] = []
+
+    def model(**_: object) -> SimpleNamespace:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return SimpleNamespace(logits=torch.zeros(1))
+
+    bench._step(model, bench.Contender("DynamicCache", "sdpa", None, cudnn=cudnn), torch.zeros(1, 1))
+    assert seen == [cudnn]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_failing_cache_of_transformers_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcore.errors import BackendError, KvcoreError
 from kvcore.integrations.transformers import KVCache, cache_argument
@@ -22,6 +24,7 @@ from kvcore.integrations.transformers.library import VERSION, DynamicCache, rand
 COLUMNS = ("cache", "kernel", "attention", "tokens", "step_ms", "p10_ms", "p90_ms", "layer_us", "speedup", "kv_mib")
 _PREFILL = 2048
 _WARM_UP = 5
+_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,13 @@ class Setting:
 
 @dataclass(slots=True)
 class Contender:
-    """One cache under one attention implementation; ``step_times`` in milliseconds."""
+    """One cache under one attention implementation; ``step_times`` in milliseconds. Without ``cudnn`` SDPA has to take
+    another of its kernels: cuDNN's plans each length anew, and in decode every step has a new one."""
 
     name: str
     attention: str
     cache: Any
+    cudnn: bool = True
     step_times: list[float] = field(default_factory=list)
     logits: Tensor | None = None
 
@@ -100,6 +105,8 @@ def _contenders(
     setting: Setting, model: Any, modes: Sequence[str], repeats: int, progress: Callable[[str], None]
 ) -> Iterator[Contender]:
     yield Contender("DynamicCache", "sdpa", DynamicCache(config=model.config))
+    if setting.device.startswith("cuda"):
+        yield Contender("DynamicCache, no cuDNN", "sdpa", DynamicCache(config=model.config), cudnn=False)
     capacity = setting.tokens + repeats + _WARM_UP
     for mode in modes:
         yield Contender(f"kvcore {mode}", "kvcore", KVCache(model.config, mode, capacity=capacity))
@@ -111,7 +118,8 @@ def _contenders(
 
 
 def _step(model: Any, contender: Contender, ids: Tensor) -> Tensor:
-    out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(): contender.cache})
+    with nullcontext() if contender.cudnn else sdpa_kernel(_WITHOUT_CUDNN):
+        out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(): contender.cache})
     logits: Tensor = out.logits
     return logits
 
@@ -124,7 +132,7 @@ def _fill(model: Any, contender: Contender, prompt: Tensor, progress: Callable[[
             _step(model, contender, prompt[:, start : start + _PREFILL])
         contender.logits = _step(model, contender, prompt[:, :1]).float()
     except Exception as error:
-        if isinstance(contender.cache, KVCache) or contender.name == "DynamicCache":
+        if isinstance(contender.cache, KVCache) or type(contender.cache) is DynamicCache:
             raise
         progress(f"{contender.name}: left out, {type(error).__name__}: {error}")
         return False

@@ -80,7 +80,7 @@ def _add_chunks(
     return acc
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["n"])  # or 24 and 32 rows would be compiled twice
 def linear_wide(
     X, CODES, SIDES, BIAS, ADDED, Y, n,
     M: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, NP: tl.constexpr, W: tl.constexpr,

@@ -6,6 +6,7 @@ were given. The implementations for torch.distributed and mx.distributed are in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,8 +71,15 @@ class SharedSteps(Protocol):
     def command(self, method: str, *arguments: Any) -> AbstractContextManager[object]:
         """The other ranks' decoders do this now; the body is rank 0's part."""
 
+    def end(self, kept: int, forget: Callable[[], None]) -> None:
+        """Nobody reads on: every decoder gives up all steps but those that were read. ``kept`` are not yet read;
+        ``forget`` is rank 0's part, now or, where a command is under way, before the next one."""
+
     def any(self, happened: bool) -> bool:
         """Whether it happened on any rank. Every rank asks. LostRankError."""
+
+    def chosen(self, tokens: Array) -> Array:
+        """Rank 0's tokens, on the device: sums of probabilities are not the same bits on every rank."""
 
 
 class OwnSteps:
@@ -82,8 +90,14 @@ class OwnSteps:
     def command(self, method: str, *arguments: Any) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def end(self, kept: int, forget: Callable[[], None]) -> None:
+        forget()
+
     def any(self, happened: bool) -> bool:
         return happened
+
+    def chosen(self, tokens: Array) -> Array:
+        return tokens
 
 
 OWN_STEPS = OwnSteps()

@@ -49,6 +49,11 @@ def chunk_end(border: int, total: int, step: int) -> int:
     return total if total - border <= step // 8 else border
 
 
+def chunks_of(total: int, step: int) -> int:
+    """Chunks that a prompt of ``total`` tokens runs in."""
+    return max(1, -(-(total - step // 8) // step))
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
     """Counts and times of one generation. ``prompt_tokens`` includes the ``cached_tokens`` that were not run again.

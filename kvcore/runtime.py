@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import index
@@ -160,7 +159,7 @@ class Model:
             seen = [()] * len(seen)  # nobody looks at them
         with self.leader.decoder(cache, draws, seen) as among:
             made = device_source(backend, config, params, cache, draws, seen, samplers, among=among)
-        weakref.finalize(made, self.leader.forget, decoder=among.number)
+        self.leader.keep(made, among.number)
         return made
 
     def encode(self, prompt: str | Messages | Sequence[int], *, raw: bool = False) -> list[int]:
@@ -222,6 +221,8 @@ class Model:
     ) -> None:
         """Run ``ids`` in chunks, for their rows alone. ``progress(done, total)`` counts tokens."""
         step, at = self.backend.prefill_step if prefill_step is None else prefill_step, 0
+        if step < 1:
+            raise InputError(f"prefill step size {step}: must be 1 or more")
         while at < len(ids):
             end = chunk_end(at + step, len(ids), step)
             self._step(ids[at:end], cache)

@@ -12,6 +12,7 @@ import numpy as np
 from kvcore.engine import Engine, EngineConfig, Request
 from kvcore.engine.types import Output
 from kvcore.errors import KvcoreError
+from kvcore.generate import chunks_of
 from kvcore.planning import Rates, Sample, fit
 from kvcore.runtime import Model
 from kvcore.sampling import SamplingParams
@@ -71,7 +72,7 @@ def _predicted(rates: Rates, sample: Sample, chunk: int) -> float:
 def _sample(key: tuple[str, int, int], seconds: float, chunk: int) -> Sample:
     kind, count, context = key
     if kind == "prefill":
-        return Sample("prefill", count, 0, seconds, -(-count // chunk))
+        return Sample("prefill", count, 0, seconds, chunks_of(count, chunk))
     return Sample("decode", count, context, seconds)
 
 
@@ -87,7 +88,7 @@ def _run(
             failed.append(output.error)
 
     found: dict[tuple[str, int, int], list[float]] = {}
-    chunks = -(-length // chunk)
+    chunks = chunks_of(length, chunk)
     no_end = dict.fromkeys(model.eos_token_ids, -100.0)
     for number in range(batch):
         prompt = tuple(random.integers(0, model.config.vocab_size, length).tolist())

@@ -10,7 +10,7 @@ import heapq
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class Engine:
         self._open: dict[str, Running] = {}  # everything that has no finish reason yet
         self._waiting: list[tuple[int, Running]] = []  # a heap by order
         self._running: list[Running] = []  # in order
-        self._outbox: list[tuple[Running, Output]] = []  # to be told while the device computes
+        self._outbox: deque[tuple[Running, Output]] = deque()  # to be told while the device computes
         self._orders = 0
         self._changes = 0  # times that room became free
         self._blocked = (0, 0)  # the request that found no room, and the changes until then
@@ -443,8 +443,8 @@ class Engine:
 
     def _deliver(self) -> None:
         """Tell what there is to tell."""
-        outbox, self._outbox = self._outbox, []
-        for running, output in outbox:
+        while self._outbox:
+            running, output = self._outbox.popleft()
             try:
                 running.listener(output)
             except Exception:

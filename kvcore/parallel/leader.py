@@ -30,6 +30,9 @@ class Leader:
         self.ranks = ranks
         self._next = 0
         self._freed: list[dict[str, int]] = []
+        self._late: list[tuple[Command, Callable[[], None]]] = []
+        self._decoders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._gone: set[int] = set()
         self._broken: str | None = None
         self._quiet = self._closed = False
 
@@ -60,20 +63,45 @@ class Leader:
         with self.command(Command("decoder", given, flat)):
             yield LedSteps(self, number)
 
+    def keep(self, decoder: Any, number: int) -> None:
+        """A decoder that was made under `decoder`: freed on all ranks when it goes here."""
+        self._decoders.add(decoder)
+        weakref.finalize(decoder, self.forget, decoder=number)
+
+    def end(self, number: int, kept: int, forget: Callable[[], None]) -> None:
+        """The decoders give up what nobody read. Garbage is collected at any time, amidst another command too: then it
+        is done before the next one."""
+        command = Command("decode", {"decoder": number, "method": "forget", "arguments": [kept]})
+        if self._broken is not None:
+            return
+        if self._quiet or number in self._gone:
+            self._late.append((command, forget))
+            return
+        with self.command(command):
+            forget()
+
     @contextmanager
     def command(self, command: Command) -> Iterator[None]:
         """Announce, then run the body as the others run theirs. An error in the body leaves the ranks out of step:
         afterwards nothing more can be done with them."""
-        self.announce(command)
-        self._quiet = True
+        if self._broken is not None:
+            raise KvcoreError(f"the ranks are out of step since {self._broken}; start all of them again")
+        quiet, self._quiet = self._quiet, True
         try:
+            while self._late:
+                late, forget = self._late.pop(0)
+                send(self.ranks, late)
+                forget()
+            while self._freed:
+                send(self.ranks, Command("free", self._freed.pop()))
+            send(self.ranks, command)
             yield
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             self.ranks.monitor.fail(self._broken, 1)
             raise
         finally:
-            self._quiet = False
+            self._quiet = quiet
 
     def step(
         self,
@@ -96,14 +124,12 @@ class Leader:
         return ran
 
     def announce(self, command: Command) -> None:
-        if self._broken is not None:
-            raise KvcoreError(f"the ranks are out of step since {self._broken}; start all of them again")
-        while self._freed:
-            send(self.ranks, Command("free", self._freed.pop()))
-        send(self.ranks, command)
+        with self.command(command):
+            pass
 
     def forget(self, **number: int) -> None:
         """A cache or a decoder is gone; said with the next command, because garbage is collected at any time."""
+        self._gone.update(number.values() if "decoder" in number else ())
         self._freed.append(number)
 
     def close(self) -> None:
@@ -111,6 +137,8 @@ class Leader:
         if self._closed:
             return
         self._closed = True
+        for decoder in list(self._decoders):
+            decoder.release()
         if self._broken is None:
             self.announce(Command("end", {}))
         self.ranks.close()
@@ -132,8 +160,14 @@ class LedSteps:
         given = {"decoder": self.number, "method": method, "arguments": arguments}
         return self.leader.command(Command("decode", given))
 
+    def end(self, kept: int, forget: Callable[[], None]) -> None:
+        self.leader.end(self.number, kept, forget)
+
     def any(self, happened: bool) -> bool:
         return anywhere(self.leader.ranks, happened)
+
+    def chosen(self, tokens: Any) -> Any:
+        return self.leader.ranks.all_sum(tokens)
 
 
 class RankedCache(Cache):

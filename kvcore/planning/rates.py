@@ -13,6 +13,7 @@ import numpy as np
 
 from kvcore.advise import ModelShape, Plan, kv_bytes
 from kvcore.errors import InputError
+from kvcore.generate import chunks_of
 from kvcore.modes import Mode, resolve_mode
 
 
@@ -44,7 +45,7 @@ class Rates:
 
     def prefill(self, tokens: int, chunk: int) -> float:
         """A whole prompt, alone."""
-        return -(-tokens // chunk) * self.chunk + tokens * self.prompt_token + tokens**2 / 2 * self.prompt_pair
+        return chunks_of(tokens, chunk) * self.chunk + tokens * self.prompt_token + tokens**2 / 2 * self.prompt_pair
 
     def decode(self, batch: int, context: float) -> float:
         """One step of ``batch`` sequences that hold ``context`` tokens together."""

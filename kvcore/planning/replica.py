@@ -11,6 +11,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvcore.generate import chunks_of
 from kvcore.planning.rates import Rates
 
 
@@ -79,7 +80,7 @@ class Replica:
             self.waiting.popleft()
             self.used += job.bytes
             self._filling = job
-            self._iterations = -(-job.prompt // self.chunk)
+            self._iterations = chunks_of(job.prompt, self.chunk)
             self._extra = self.rates.prefill(job.prompt, self.chunk) / self._iterations
 
     def _block(self, until: float) -> None:

@@ -25,6 +25,7 @@ from kvcore.backends.cuda.linear import WeightTiles
 from kvcore.cache import Cache
 from kvcore.decoding import device_source, draw, token_source
 from kvcore.errors import KvcoreError
+from kvcore.layout import Cap
 from kvcore.modes import MODES
 from kvcore.sampling import Sampler, SamplingParams
 
@@ -162,8 +163,14 @@ class Elsewhere:
     def command(self, *_: Any) -> Any:
         return nullcontext()
 
+    def end(self, kept: int, forget: Any) -> None:
+        forget()
+
     def any(self, _: bool) -> bool:
         return True
+
+    def chosen(self, tokens: Any) -> Any:
+        return tokens
 
 
 def test_a_step_that_another_rank_has_no_room_for_is_not_launched(model: kvcore.Model) -> None:
@@ -175,3 +182,21 @@ def test_a_step_that_another_rank_has_no_room_for_is_not_launched(model: kvcore.
     with pytest.raises(KvcoreError, match="another rank could not run this step"):
         next(made.tokens([first], 3))
     assert (cache.offset, cache.stats().tokens) == (10, 10)
+
+
+def test_a_step_that_fails_under_a_cap_leaves_no_row(model: kvcore.Model) -> None:
+    """Before it the oldest row has gone, so that there are as many as before with the one that was not computed."""
+    cache = new_cache(model, "fp16", cap=Cap(20, 4))
+    first = int(model.forward(IDS[:1, :10], cache)[0, -1].argmax())
+    made = source(model, cache, SamplingParams(), IDS[:1, :10])
+
+    def lacking(_: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    tokens = made.tokens([first], 60)
+    read = [next(tokens) for _ in range(13)]
+    made._run = lacking
+    with pytest.raises(torch.OutOfMemoryError):
+        next(tokens)
+    assert cache.offset == 10 + len(read)
+    assert cache.stats().tokens < 20

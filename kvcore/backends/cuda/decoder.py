@@ -51,6 +51,7 @@ class Decoder:
         self._ids = torch.zeros(batch, 1, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(batch, dtype=torch.int32, device=device)
         self._draws = torch.zeros(batch, device=device)
+        self._drawn: Sequence[float] = ()  # by rank 0, where ranks share the steps
         self._cuda = device.type == "cuda"
         self.no_graph: str | None = None if self._cuda else "not on a GPU"
         if not graph:
@@ -67,49 +68,58 @@ class Decoder:
         Whoever stops earlier closes the iterator: then the cache holds the rows of all tokens before the last one that
         was read. KvcoreError where logits are not finite or memory is short, after what came before.
         """
-        ids, launched, read = list(map(int, first)), 0, 0
+        ids, launched = list(map(int, first)), 0
         with self._among.command("start", ids):
             self.start(ids)
         try:
             for _ in range(count):
                 failed: KvcoreError | None = None
                 while launched < count and len(self._under_way) < 2 and failed is None:
-                    draws = [float(x) for x in self._uniform()] if self._sampler.random else []
-                    with self._among.command("launch", draws, read):
-                        failed = self.launch(draws)
-                    launched, read = launched + (failed is None), 0
+                    with self._among.command("launch", self._numbers(), len(self._under_way)):
+                        failed = self.launch()
+                    launched += failed is None
                 if not self._under_way:
                     assert failed is not None
                     raise failed
-                tokens = self._read()
-                read += 1
-                yield tokens
+                yield self._read()
         finally:
-            with self._among.command("forget", read):
-                self.forget()
+            self._among.end(len(self._under_way), self.forget)
 
-    # What `tokens` is made of; other ranks do the same by command, and say how many steps rank 0 has read since
+    def _numbers(self) -> list[float] | None:
+        """Those that the other ranks draw with in the next step."""
+        if self._among.alone or not self._sampler.random:
+            return None
+        self._drawn = [float(x) for x in self._uniform()]
+        return self._drawn
+
+    # What `tokens` is made of; other ranks do the same by command, and keep as many steps as rank 0 has not read
 
     def start(self, first: Sequence[int]) -> None:
         self._ids.copy_(torch.tensor(first, dtype=torch.int32)[:, None])
 
-    def launch(self, draws: Sequence[float], read: int = 0) -> KvcoreError | None:
-        """A step, with a number of [0, 1) for each sequence where tokens are drawn; or why there is no room for it."""
-        self._drop(read)
-        if self._under_way:  # the step before is known to stand once the next one is asked for
-            self._commit()
+    def launch(self, drawn: Sequence[float] | None = None, kept: int | None = None) -> KvcoreError | None:
+        """A step, or why there is no room for it."""
+        self._keep(kept)
+        self._drawn = self._drawn if drawn is None else drawn
         before, failed = self._storage.tokens, None
         try:
-            self._begin()
+            if self._under_way:  # the step before is known to stand once the next one is asked for
+                self._commit()
+            self._begin()  # which may drop rows
+            before = self._storage.tokens
             self._storage.start_step(1)
         except KvcoreError as error:
             failed = error
+        except BaseException:
+            self._storage.shorten(before)
+            raise
         if self._among.any(failed is not None):  # then none of the ranks may wait for the others in a step
             self._storage.shorten(before)
             return failed or KvcoreError("another rank could not run this step")
         try:
-            if draws:
-                self._draws.copy_(torch.tensor(draws, dtype=torch.float32), non_blocking=True)
+            if self._sampler.random:
+                drawn = list(self._uniform()) if self._among.alone else self._drawn
+                self._draws.copy_(torch.tensor(drawn, dtype=torch.float32), non_blocking=True)
             self._step()
         except BaseException as error:
             self._storage.shorten(before)
@@ -119,16 +129,21 @@ class Decoder:
         self._ask()
         return None
 
-    def forget(self, read: int = 0) -> None:
+    def forget(self, kept: int | None = None) -> None:
         """Give up steps that nobody read."""
-        self._drop(read)
+        self._keep(kept)
         if self._under_way:
             self._storage.trim(len(self._under_way))
             self._under_way.clear()
         self._commit()
 
-    def _drop(self, count: int) -> None:
-        for _ in range(count):
+    def release(self) -> None:
+        """Let go of the graph: collectives in it keep their communicator busy."""
+        self._graph, self._key = None, ()
+
+    def _keep(self, count: int | None) -> None:
+        """The newest ``count`` steps under way; the others have been read."""
+        while count is not None and len(self._under_way) > count:
             self._under_way.popleft()
 
     def _ask(self) -> None:
@@ -159,7 +174,7 @@ class Decoder:
             self._compute()
 
     def _compute(self) -> None:
-        tokens = self._sampler(self._run(self._ids), self._draws)
+        tokens = self._sampler(self._run(self._ids), self._draws, self._among.chosen)
         self._tokens.copy_(tokens)
         self._ids.copy_(tokens[:, None].clamp(min=0))
 

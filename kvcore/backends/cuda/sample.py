@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,16 +56,18 @@ class DeviceSampler:
                 self._seen[row, torch.tensor(list(ids), dtype=torch.int64)] = True
             self._seen = self._seen.to(device)
 
-    def __call__(self, logits: Tensor, uniform: Tensor) -> Tensor:
+    def __call__(
+        self, logits: Tensor, uniform: Tensor, chosen: Callable[[Tensor], Tensor] = lambda tokens: tokens
+    ) -> Tensor:
         """``logits`` float32 [B, vocab], ``uniform`` float32 [B] in [0, 1) -> ids int32 [B], `NOT_FINITE` where the
-        best is not finite."""
+        best is not finite. ``chosen`` has the last word on what was drawn."""
         if not self.random and self._seen is None and logits.is_cuda:
             return likeliest(logits)
         scores = self._penalized(logits)
         best, token = _best(scores)
         if self.random:
             drawn = self._draw((scores - best[:, None]) / self._temperature, uniform)
-            token = torch.where(self._greedy, token, drawn)
+            token = chosen(torch.where(self._greedy, token, drawn))
         if self._seen is not None:
             self._seen.scatter_(1, token[:, None], True)
         return torch.where(torch.isfinite(best), token, NOT_FINITE).to(torch.int32)

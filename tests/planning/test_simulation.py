@@ -38,7 +38,7 @@ def stepwise(jobs: list[Job], memory: int | None, max_batch: int, chunk: int) ->
         if filling is None and fits and len(running) < max_batch:
             filling = waiting.popleft()
             used += filling.bytes
-            left = math.ceil(filling.prompt / chunk)
+            left = max(1, math.ceil((filling.prompt - chunk // 8) / chunk))  # no small chunk at the end
             extra = RATES.prefill(filling.prompt, chunk) / left
         now += extra if filling is not None else 0.0
         if running:

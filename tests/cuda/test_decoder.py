@@ -15,7 +15,7 @@ from tiny_tokenizer import write_tiny_tokenizer
 torch = pytest.importorskip("torch", reason="the package torch is not installed")
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from caches import SPEC, TORCH_DEVICE, live, paged, storage_of
+from caches import SPEC, TORCH_DEVICE, live, no_attention, paged, storage_of
 
 import kvcore
 from kvcore.backends import load_backend
@@ -186,7 +186,7 @@ def test_a_step_that_another_rank_has_no_room_for_is_not_launched(model: kvcore.
 
 def test_a_step_that_fails_under_a_cap_leaves_no_row(model: kvcore.Model) -> None:
     """Before it the oldest row has gone, so that there are as many as before with the one that was not computed."""
-    cache = new_cache(model, "fp16", cap=Cap(20, 4))
+    cache = paged(model.backend, replace(SPEC, mode=MODES["fp16"], cap=Cap(20, 4)), attend=no_attention)
     first = int(model.forward(IDS[:1, :10], cache)[0, -1].argmax())
     made = source(model, cache, SamplingParams(), IDS[:1, :10])
 

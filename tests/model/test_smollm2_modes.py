@@ -19,12 +19,15 @@ SINKS = 4
 
 
 def combinations() -> list[object]:
+    """MLX takes long on a CPU: two modes of it, unless in full."""
     groups = {"reference": "smollm2", "mlx": "mlx", "torch": "smollm2"}
-    return [
-        pytest.param(name, mode, marks=pytest.mark.xdist_group(group), id=f"{name}-{mode}")
-        for name, group in groups.items()
-        for mode in MODES
-    ]
+    found = []
+    for name, group in groups.items():
+        for mode in MODES:
+            long = [pytest.mark.full] if name == "mlx" and mode not in ("fp16", "turbo4") else []
+            marks = [pytest.mark.xdist_group(group), *long]
+            found.append(pytest.param(name, mode, marks=marks, id=f"{name}-{mode}"))
+    return found
 
 
 each_mode_and_backend = pytest.mark.parametrize(("name", "mode"), combinations())

@@ -22,7 +22,6 @@ from kvcore.cache import Cache
 from kvcore.models.llama import forward
 from kvcore.modes import MODES
 
-each_mode = pytest.mark.parametrize("mode", MODES)
 IDS = np.random.default_rng(0).integers(5, 256, (2, 700))
 # ‖logits − those of the contiguous cache‖ / ‖the latter‖. Both are float16; codes that flip at a boundary add to it.
 CLOSE = {"fp16": 4e-3, "int8": 4e-3, "turbo3-asym": 2e-2}
@@ -66,7 +65,13 @@ class Pair:
         assert live(self.pages) == live(self.contiguous)
 
 
-@each_mode
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=[pytest.mark.full] if mode in ("int8-turbo4", "turbo4-delegated") else [])
+        for mode in MODES
+    ],
+)
 def test_a_model_on_pages_is_the_model_on_contiguous_rows(model: kvcore.Model, mode: str) -> None:
     """Prefill, hand-over, decode over a fold, trims of raw and of folded rows, and what comes after them."""
     pair = Pair(model, mode)

@@ -49,6 +49,20 @@ def chunk_end(border: int, total: int, step: int) -> int:
     return total if total - border <= step // 8 else border
 
 
+def chunks(at: int, total: int, step: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each chunk of a prompt of ``total`` tokens, from ``at`` on."""
+    while at < total:
+        end = chunk_end(at + step, total, step)
+        yield at, end
+        at = end
+
+
+def check_step(step: int) -> None:
+    """InputError for a number of tokens that no chunk can have."""
+    if step < 1:
+        raise InputError(f"prefill step size {step}: must be 1 or more")
+
+
 def chunks_of(total: int, step: int) -> int:
     """Chunks that a prompt of ``total`` tokens runs in."""
     return max(1, -(-(total - step // 8) // step))
@@ -121,8 +135,7 @@ class Generation:
             )
         if cache.offset >= len(prompt):
             raise InputError("the cache already holds the whole prompt: trim at least its last token first")
-        if prefill_step < 1:
-            raise InputError(f"prefill step size {prefill_step}: must be 1 or more")
+        check_step(prefill_step)
         cache.require(len(prompt))
         self.prompt = tuple(prompt)
         self.text = ""
@@ -218,14 +231,11 @@ class Generation:
 
     def _prefill(self) -> np.ndarray | None:
         """Logits of the prompt's last token; None where cancelled on the way there."""
-        at, total, step = self.cache.offset, len(self.prompt), self._prefill_step
         logits = None
-        while at < total:
+        for begin, end in chunks(self.cache.offset, len(self.prompt), self._prefill_step):
             if self._cancelled:
                 return None
-            end = chunk_end(at + step, total, step)
-            logits = self._step(self.prompt[at:end], self.cache)
-            at = end
+            logits = self._step(self.prompt[begin:end], self.cache)
         self.cache.begin_decode()
         assert logits is not None
         return logits

@@ -15,7 +15,7 @@ from kvcore.backends import Backend
 from kvcore.cache import Cache, CacheSpec, StepCache
 from kvcore.decoding import GroupTokens, device_source, draw, group_tokens, on_device, token_source
 from kvcore.errors import InputError
-from kvcore.generate import Generation, TokenSource, chunk_end
+from kvcore.generate import Generation, TokenSource, check_step, chunks
 from kvcore.layout import DEFAULT_KEEP, Cap, WindowPolicy, narrower
 from kvcore.models.config import LlamaConfig
 from kvcore.models.llama import LlamaParams, Ragged, forward, forward_ragged
@@ -220,14 +220,11 @@ class Model:
         progress: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> None:
         """Run ``ids`` in chunks, for their rows alone. ``progress(done, total)`` counts tokens."""
-        step, at = self.backend.prefill_step if prefill_step is None else prefill_step, 0
-        if step < 1:
-            raise InputError(f"prefill step size {step}: must be 1 or more")
-        while at < len(ids):
-            end = chunk_end(at + step, len(ids), step)
-            self._step(ids[at:end], cache)
+        step = self.backend.prefill_step if prefill_step is None else prefill_step
+        check_step(step)
+        for begin, end in chunks(0, len(ids), step):
+            self._step(ids[begin:end], cache)
             progress(end, len(ids))
-            at = end
 
     def save_cache(self, path: str | Path, cache: Cache, tokens: Sequence[int]) -> int:
         """Write ``cache``, which has seen ``tokens``, to a prompt-cache file; returns its size in bytes.

@@ -20,7 +20,7 @@ FRAME = 256  # words of the first sum; the commands of a decode step fit into it
 class Command:
     """``name`` and plain arguments; ``ids`` int32 of any shape for a step.
 
-    new(cache, spec)  fork(cache, into)  free(cache or decoder)  call(cache, method, arguments)  end()
+    new(cache, spec)  fork(cache, into)  free(number), of a cache or a decoder  call(cache, method, arguments)  end()
     step(cache, all_logits)  ragged(caches, shapes, settings), whose ids are those of all caches one after the other
     decoder(decoder, cache, draws, seen), whose ids are those seen so far  decode(decoder, method, arguments)
     """

@@ -29,10 +29,9 @@ class Leader:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._next = 0
-        self._freed: list[dict[str, int]] = []
+        self._freed: list[int] = []
         self._late: list[tuple[Command, Callable[[], None]]] = []
         self._decoders: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._gone: set[int] = set()
         self._broken: str | None = None
         self._quiet = self._closed = False
 
@@ -66,7 +65,7 @@ class Leader:
     def keep(self, decoder: Any, number: int) -> None:
         """A decoder that was made under `decoder`: freed on all ranks when it goes here."""
         self._decoders.add(decoder)
-        weakref.finalize(decoder, self.forget, decoder=number)
+        weakref.finalize(decoder, self.forget, number)
 
     def end(self, number: int, kept: int, forget: Callable[[], None]) -> None:
         """The decoders give up what nobody read. Garbage is collected at any time, amidst another command too: then it
@@ -74,7 +73,7 @@ class Leader:
         command = Command("decode", {"decoder": number, "method": "forget", "arguments": [kept]})
         if self._broken is not None:
             return
-        if self._quiet or number in self._gone:
+        if self._quiet or number in self._freed:
             self._late.append((command, forget))
             return
         with self.command(command):
@@ -93,7 +92,7 @@ class Leader:
                 send(self.ranks, late)
                 forget()
             while self._freed:
-                send(self.ranks, Command("free", self._freed.pop()))
+                send(self.ranks, Command("free", {"number": self._freed.pop()}))
             send(self.ranks, command)
             yield
         except BaseException as error:
@@ -127,9 +126,8 @@ class Leader:
         with self.command(command):
             pass
 
-    def forget(self, **number: int) -> None:
+    def forget(self, number: int) -> None:
         """A cache or a decoder is gone; said with the next command, because garbage is collected at any time."""
-        self._gone.update(number.values() if "decoder" in number else ())
         self._freed.append(number)
 
     def close(self) -> None:
@@ -178,7 +176,7 @@ class RankedCache(Cache):
         super().__init__(own._ops, own.spec, own.storage, own.decisions)
         self._positions, self._handed_over = own._positions, own._handed_over
         self.leader, self.number = leader, number
-        weakref.finalize(self, leader.forget, cache=number)
+        weakref.finalize(self, leader.forget, number)
 
     def begin_decode(self) -> None:
         if not self.handed_over:

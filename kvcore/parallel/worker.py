@@ -62,8 +62,8 @@ class Worker:
         elif name == "fork":
             self.caches[given["into"]] = self.caches[given["cache"]].fork()
         elif name == "free":
-            for number in given.values():
-                (self.caches if "cache" in given else self.decoders).pop(number)
+            number = given["number"]
+            del (self.caches if number in self.caches else self.decoders)[number]
         elif name == "decoder":
             assert command.ids is not None
             assert self.decoder is not None

@@ -91,12 +91,13 @@ class Two:
             return made
 
         worker = Worker(ranks[1], None, None, None, lambda *given: decoder(1, given[-1]))
-        worker.caches[1] = None
+        self.leader = Leader(ranks[0])
+        cache = self.leader._number()
+        worker.caches[cache] = None
         self.worker = worker
         self.thread = threading.Thread(target=self._follow, args=(ranks[1],), daemon=True)
         self.thread.start()
-        self.leader = Leader(ranks[0])
-        with self.leader.decoder(SimpleNamespace(number=1), [], [()]) as among:
+        with self.leader.decoder(SimpleNamespace(number=cache), [], [()]) as among:
             self.decoder: Any = decoder(0, among)
         self.leader.keep(self.decoder, among.number)
 
@@ -193,8 +194,9 @@ def test_garbage_that_was_a_generation(amidst: bool) -> None:
     del generation
     gc.collect()
     two.leader._quiet = False
-    two.worker.caches[2] = None
-    two.leader.forget(cache=2)
+    another = two.leader._number()
+    two.worker.caches[another] = None
+    two.leader.forget(another)
     two.end()
     assert two.rows[0].tokens == two.rows[1].tokens == 1
     assert two.worker.decoders == {}

@@ -51,7 +51,6 @@ class Decoder:
         self._ids = torch.zeros(batch, 1, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(batch, dtype=torch.int32, device=device)
         self._draws = torch.zeros(batch, device=device)
-        self._drawn: Sequence[float] = ()  # by rank 0, where ranks share the steps
         self._cuda = device.type == "cuda"
         self.no_graph: str | None = None if self._cuda else "not on a GPU"
         if not graph:
@@ -75,8 +74,9 @@ class Decoder:
             for _ in range(count):
                 failed: KvcoreError | None = None
                 while launched < count and len(self._under_way) < 2 and failed is None:
-                    with self._among.command("launch", self._numbers(), len(self._under_way)):
-                        failed = self.launch()
+                    drawn = self._numbers()
+                    with self._among.command("launch", drawn, len(self._under_way)):
+                        failed = self.launch(drawn)
                     launched += failed is None
                 if not self._under_way:
                     assert failed is not None
@@ -86,11 +86,10 @@ class Decoder:
             self._among.end(len(self._under_way), self.forget)
 
     def _numbers(self) -> list[float] | None:
-        """Those that the other ranks draw with in the next step."""
+        """Those that all ranks draw with in the next step, where there are others."""
         if self._among.alone or not self._sampler.random:
             return None
-        self._drawn = [float(x) for x in self._uniform()]
-        return self._drawn
+        return [float(x) for x in self._uniform()]
 
     # What `tokens` is made of; other ranks do the same by command, and keep as many steps as rank 0 has not read
 
@@ -98,9 +97,8 @@ class Decoder:
         self._ids.copy_(torch.tensor(first, dtype=torch.int32)[:, None])
 
     def launch(self, drawn: Sequence[float] | None = None, kept: int | None = None) -> KvcoreError | None:
-        """A step, or why there is no room for it."""
+        """A step, or why there is no room for it. ``drawn``: its random numbers, this rank's own without them."""
         self._keep(kept)
-        self._drawn = self._drawn if drawn is None else drawn
         before, failed = self._storage.tokens, None
         try:
             if self._under_way:  # the step before is known to stand once the next one is asked for
@@ -118,8 +116,8 @@ class Decoder:
             return failed or KvcoreError("another rank could not run this step")
         try:
             if self._sampler.random:
-                drawn = list(self._uniform()) if self._among.alone else self._drawn
-                self._draws.copy_(torch.tensor(drawn, dtype=torch.float32), non_blocking=True)
+                numbers = self._uniform() if drawn is None else drawn
+                self._draws.copy_(torch.tensor(numbers, dtype=torch.float32), non_blocking=True)
             self._step()
         except BaseException as error:
             self._storage.shorten(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from kvcore.errors import UnsupportedError
@@ -37,11 +37,15 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How K or V rows are stored. ``codebook`` marks the codecs that rotate before they quantize."""
+    """How K or V rows are stored. ``codebook`` marks the codecs that rotate before they quantize.
+
+    With ``centred``, the mean of a page's rows is taken off them first and stored beside them: docs/modes.md, "Centres".
+    """
 
     name: str
     planes: tuple[Plane, ...]
     codebook: Codebook | None = None
+    centred: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -49,6 +53,10 @@ class Codec:
 
     def bytes_per_token(self, head_dim: int, compute_dtype: str) -> int:
         return sum(plane.nbytes(head_dim, compute_dtype) for plane in self.planes)
+
+    def center_bytes(self, head_dim: int) -> int:
+        """Bytes of a page's centre, one fp16 row; 0 where there is none."""
+        return head_dim * ITEMSIZE["float16"] if self.centred else 0
 
     def reasons_against(self, head_dim: int) -> list[str]:
         """Why this codec cannot store vectors of ``head_dim``; empty where it can."""
@@ -67,6 +75,7 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
         "turbo3": Codec("turbo3", (Plane("codes", "uint8", 3), _SCALE), TURBO3),
     }
 )
+CENTRED_TURBO4 = replace(CODECS["turbo4"], centred=True)  # for K: adds q · centre to the logits of a page
 
 
 @dataclass(frozen=True, slots=True)

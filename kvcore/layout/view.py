@@ -20,6 +20,8 @@ class KVView:
     k_planes, v_planes plane name -> [B, Hkv, folded, width]; rows below ``sinks`` are shadowed by the raw sinks
     tail_k, tail_v     [B, Hkv, T, D] compute dtype; the newest rows, those of the current step included
     keep               a sliding window of attention never hides the first ``keep`` rows
+    k_centers          [B, Hkv, pages, D] float16, in K's rotated basis, where its codec is centred; else None
+    page_rows          then the live rows of each page, oldest first: ``folded`` in all; else empty
     """
 
     layout: Layout
@@ -34,6 +36,8 @@ class KVView:
     k_rotation: Rotation | None
     v_rotation: Rotation | None
     keep: int = 0
+    k_centers: Array | None = None
+    page_rows: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -157,7 +157,9 @@ def _cost(plan: Plan, mode: Mode, raw: int) -> ModeCost:
     return ModeCost(
         mode=mode.name,
         bytes_per_token=over_layers(
-            shape_of(plan, mode), layout.bytes_per_token(plan.dtype), layout.raw_bytes_per_token(plan.dtype)
+            shape_of(plan, mode),
+            layout.bytes_per_token(plan.dtype, plan.window.page_size),
+            layout.raw_bytes_per_token(plan.dtype),
         ),
         kv_bytes=live,
         fp16_ratio=raw / live,

@@ -2,7 +2,8 @@
 
 Two queries per step: q for raw rows and R_K q for pages, so the cache is never rotated back. Each block of keys gives
 a partial result (sum, maximum, normalizer); partials merge by log-sum-exp, first the pages in V's rotated basis, then,
-after one R_Vᵀ on their sum, with the raw rows. K's scale multiplies the logits, V's scale the probabilities.
+after one R_Vᵀ on their sum, with the raw rows. K's scale multiplies the logits, then R_K q · centre of a row's page is
+added where K is centred; V's scale multiplies the probabilities.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvcore.cache import Cache, CacheRows, CacheSpec, ContiguousStorage, LayerKe
 from kvcore.errors import CapacityError, UnsupportedError
 from kvcore.layout import CacheShape, Codec, KVView, Rotation, WindowPolicy
 from kvcore.layout.footprint import FOREVER, bytes_needed, reserving, tokens_in
-from kvcore.modes import CODEC_FUNCTIONS, Mode
+from kvcore.modes import CODEC_FUNCTIONS, Mode, pages_of_rows
 from kvcore.ops import Array, Ops
 from kvcore.registry import Decision, Kernel, KernelQuery, Registry
 
@@ -76,12 +77,18 @@ def _attend_pages(ops: Ops, q: Array, view: KVView, mask: _Mask, step: int) -> _
     k_codec, v_codec = CODEC_FUNCTIONS[view.layout.k.name], CODEC_FUNCTIONS[view.layout.v.name]
     if view.k_rotation is not None:
         q = view.k_rotation.apply(ops, q)
+    by_page, bias = None, None  # R q · centre [B, Hkv, R, pages]; of a block's rows [B, Hkv, R, T]
+    if view.layout.k.centred:
+        by_page = ops.matmul(q, ops.permute_dims(ops.astype(view.k_centers, "float32"), (0, 1, 3, 2)))
+        pages = pages_of_rows(view.page_rows)
     partial: _Partial | None = None
     for start, stop in _blocks(view.sinks, view.folded, step):
         k, k_scale = k_codec.unpack(ops, _rows(view.k_planes, start, stop))
         v, v_scale = v_codec.unpack(ops, _rows(view.v_planes, start, stop))
         allowed = mask.block(np.arange(start, stop))
-        partial = _accumulate(ops, partial, q, (k, v, k_scale, v_scale), allowed)
+        if by_page is not None:
+            bias = ops.take(by_page, ops.asarray(pages[start:stop]), 3)
+        partial = _accumulate(ops, partial, q, (k, v, k_scale, v_scale), allowed, bias)
     assert partial is not None
     if view.v_rotation is None:
         return partial
@@ -94,12 +101,16 @@ def _accumulate(
     q: Array,
     block: tuple[Array, Array, Array | None, Array | None],
     allowed: Array | None,
+    bias: Array | None = None,
 ) -> _Partial:
-    """Attend over one block of keys and values [B, Hkv, T, D] with scales [B, Hkv, T, 1], and merge it in."""
+    """Attend over one block of keys and values [B, Hkv, T, D] with scales [B, Hkv, T, 1], and merge it in. ``bias``
+    [B, Hkv, R, T] is added to the scaled logits."""
     k, v, k_scale, v_scale = block
     logits = ops.matmul(q, ops.permute_dims(k, (0, 1, 3, 2)))
     if k_scale is not None:
         logits = logits * ops.permute_dims(k_scale, (0, 1, 3, 2))
+    if bias is not None:
+        logits = logits + bias
     if allowed is not None:
         logits = ops.where(allowed, logits, -float("inf"))
     peak = ops.maximum(ops.max(logits, axis=-1, keepdims=True), _LOWEST)

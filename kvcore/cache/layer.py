@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvcore.cache.part import Part
 from kvcore.cache.rows import RowBuffer
 from kvcore.cache.view import dense_rows
 from kvcore.errors import InputError, NonFiniteError
@@ -22,50 +23,12 @@ _ENCODE_ROWS = 4096  # rows folded in one go: bounds the float32 workspace of a 
 class LayerKernels:
     """The callables that the registry chose for a layer.
 
-    encode(ops, codec, rows, rotation) -> planes
+    encode(ops, codec, rows, rotation) -> planes; rows of a centred codec come without their pages' centres, in float32
     attend(ops, q, view, scale, window) -> [B, Hq, n, v_dim]
     """
 
     encode: Callable[[Ops, Codec, Array, Rotation | None], Mapping[str, Array]]
     attend: Callable[[Ops, Array, KVView, float, int | None], Array]
-
-
-class _Part:
-    """K or V of one layer."""
-
-    __slots__ = ("codec", "folded", "rotation", "sinks", "tail")
-
-    def __init__(
-        self,
-        ops: Ops,
-        codec: Codec,
-        dim: int,
-        shape: tuple[int, int],
-        dtype: str,
-        rotation: Rotation | None,
-        room: Rows | None,
-    ) -> None:
-        self.codec, self.rotation = codec, rotation
-        first, exact = room or Rows(256, 0, 256), room is not None
-        self.tail = RowBuffer(ops, *shape, dim, dtype, first.tail, exact=exact)
-        self.sinks = RowBuffer(ops, *shape, dim, dtype, first.sinks, exact=exact)
-        self.folded = {
-            plane.name: RowBuffer(ops, *shape, plane.width(dim), plane.resolve(dtype), first.folded, exact=exact)
-            for plane in codec.planes
-        }
-
-    def buffers(self) -> list[RowBuffer]:
-        return [self.tail, self.sinks, *self.folded.values()]
-
-    def planes(self) -> dict[str, Array]:
-        return {name: buffer.live() for name, buffer in self.folded.items()}
-
-    def fork(self) -> _Part:
-        other = object.__new__(_Part)
-        other.codec, other.rotation = self.codec, self.rotation
-        other.tail, other.sinks = self.tail.fork(), self.sinks.fork()
-        other.folded = {name: buffer.fork() for name, buffer in self.folded.items()}
-        return other
 
 
 class LayerCache:
@@ -96,8 +59,8 @@ class LayerCache:
         self._shape = shape = (batch, kv_heads)
         k_rotation = Rotation.create(ops, layer, "k", layout.k_dim) if layout.k.codebook else None
         v_rotation = Rotation.create(ops, layer, "v", layout.v_dim) if layout.v.codebook else None
-        self._k = _Part(ops, layout.k, layout.k_dim, shape, dtype, k_rotation, room)
-        self._v = _Part(ops, layout.v, layout.v_dim, shape, dtype, v_rotation, room)
+        self._k = Part(ops, layout.k, layout.k_dim, shape, dtype, k_rotation, room)
+        self._v = Part(ops, layout.v, layout.v_dim, shape, dtype, v_rotation, room)
         self._folded_rows = 0
         self._first_rows = window.sink_tokens  # of the oldest rows: those that may become sinks at the first fold
 
@@ -161,14 +124,14 @@ class LayerCache:
             self._check_finite(self._k, "K", rows)
             self._check_finite(self._v, "V", rows)
         new_sinks = min(self._first_rows, rows) if self._folded_rows == 0 else 0
+        page = self._window.page_size
+        step = max(1, _ENCODE_ROWS // page) * page
         for part in (self._k, self._v):
             tail = part.tail.live()
             part.sinks.append(tail[:, :, :new_sinks])
-            for start in range(0, rows, _ENCODE_ROWS):
-                chunk = tail[:, :, start : min(rows, start + _ENCODE_ROWS)]
-                planes = self._kernels.encode(self._ops, part.codec, chunk, part.rotation)
-                for name, plane in planes.items():
-                    part.folded[name].append(plane)
+            for start in range(0, rows, step):
+                chunk = tail[:, :, start : min(rows, start + step)]
+                part.fold(self._ops, self._kernels.encode, chunk, page)
             part.tail.drop_front(rows)
         self._folded_rows += rows
         return rows
@@ -182,8 +145,7 @@ class LayerCache:
         for part in (self._k, self._v):
             part.tail.truncate(part.tail.length - from_tail)
             part.sinks.truncate(min(part.sinks.length, self._folded_rows))
-            for buffer in part.folded.values():
-                buffer.truncate(self._folded_rows)
+            part.truncate_folded(self._folded_rows)
         if count and self._folded_rows == 0 and self.tokens <= self._first_rows:
             self._first_rows = self._window.sink_tokens  # no hole is left
 
@@ -203,8 +165,7 @@ class LayerCache:
         for part in (self._k, self._v):
             if count:
                 part.sinks.truncate(min(part.sinks.length, first))
-            for buffer in part.folded.values():
-                buffer.drop(first, from_folded)
+            part.drop_folded(first, from_folded)
             part.tail.drop(in_tail, count - from_folded)
         self._folded_rows -= from_folded
         if count:
@@ -224,6 +185,11 @@ class LayerCache:
             for name, buffer in part.folded.items():
                 if view.folded:
                     buffer.append(self._ops.asarray(planes[name]))
+        self._load_centers(view)
+
+    def _load_centers(self, view: KVView) -> None:
+        if self._k.centers is not None and view.folded:
+            self._k.centers.append(self._ops.asarray(view.k_centers), view.page_rows)
 
     def fork(self) -> LayerCache:
         other = copy(self)
@@ -232,7 +198,7 @@ class LayerCache:
 
     def view(self) -> KVView:
         """The live rows as attention reads them."""
-        sinks = self.rows_sinks
+        sinks, centers = self.rows_sinks, self._k.centers
         return KVView(
             layout=self.layout,
             sinks=sinks,
@@ -245,6 +211,8 @@ class LayerCache:
             tail_v=self._v.tail.live(),
             k_rotation=self._k.rotation,
             v_rotation=self._v.rotation,
+            k_centers=None if centers is None else centers.buffer.live(),
+            page_rows=() if centers is None else centers.page_rows,
         )
 
     def dense(self) -> tuple[Array, Array]:
@@ -254,9 +222,9 @@ class LayerCache:
     def nonfinite_rows(self) -> int:
         """Folded rows, those of K and V and of each head counted apart, that held a NaN or an infinity: scale and
         codes are 0. A row of zeros differs: it has scale 1 (int8) or codes at the middle of the book (turbo)."""
-        return sum(_count_marked(self._ops, part) for part in (self._k, self._v) if part.codec.quantized)
+        return sum(part.marked_rows(self._ops) for part in (self._k, self._v) if part.codec.quantized)
 
-    def _check_finite(self, part: _Part, name: str, count: int) -> None:
+    def _check_finite(self, part: Part, name: str, count: int) -> None:
         if not part.codec.quantized:
             return
         rows = self._ops.to_numpy(part.tail.live()[:, :, :count]).astype(np.float32)
@@ -281,9 +249,3 @@ class LayerCache:
 
     def arrays(self) -> list[Array]:
         return [array for buffer in self.buffers() for array in buffer.arrays()]
-
-
-def _count_marked(ops: Ops, part: _Part) -> int:
-    planes = part.planes()
-    marked = (planes["scale"] == 0) & ops.all(planes["codes"] == 0, axis=-1, keepdims=True)
-    return int(ops.to_numpy(marked).sum())

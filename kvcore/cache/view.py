@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcore.layout import Codec, KVView, Rotation
 from kvcore.layout.view import Planes
-from kvcore.modes import CODEC_FUNCTIONS
+from kvcore.modes import CODEC_FUNCTIONS, pages_of_rows, plain_centers
 from kvcore.ops import Array, Ops
 
 
@@ -21,6 +21,9 @@ def _dense(
     pieces = [ops.astype(tail, "float32")]
     if view.folded:
         pages = CODEC_FUNCTIONS[codec.name].decode(ops, planes, rotation)
+        if codec.centred and rotation is not None:
+            means = plain_centers(ops, view.k_centers, rotation)
+            pages = pages + ops.take(means, ops.asarray(pages_of_rows(view.page_rows)), 2)
         pieces = [pages[:, :, view.sinks :], *pieces]
     if sinks is not None:
         pieces = [ops.astype(sinks, "float32"), *pieces]

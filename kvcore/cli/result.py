@@ -85,10 +85,10 @@ def effective_mode(cache: Cache) -> str:
 def bytes_per_token(cache: Cache) -> dict[str, int]:
     """What a token adds beyond the window, over all layers and heads, and what it would add raw."""
     spec = cache.spec
-    heads = spec.batch * spec.num_kv_heads
+    heads, page = spec.batch * spec.num_kv_heads, spec.window.page_size
     layouts = [layer.layout for layer in cache.layers]
     return {
-        "bytes_per_token": heads * sum(layout.bytes_per_token(spec.dtype) for layout in layouts),
+        "bytes_per_token": heads * sum(layout.bytes_per_token(spec.dtype, page) for layout in layouts),
         "bytes_per_token_raw": heads * sum(layout.raw_bytes_per_token(spec.dtype) for layout in layouts),
     }
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from kvcore.backends import Backend
 from kvcore.cache import Cache, CacheSpec
 from kvcore.engine.config import KvUse
+from kvcore.layout.footprint import Rows, over_layers
 
 Amount = tuple[int, ...]  # of each resource: bytes, or raw and native pages
 
@@ -90,20 +91,6 @@ class RowCosts:
     spec: CacheSpec
     step: int
 
-    @property
-    def raw(self) -> int:
-        layout = self.spec.mode.layout(self.spec.head_dim, self.spec.v_head_dim)
-        return self.spec.num_layers * self.spec.num_kv_heads * layout.raw_bytes_per_token(self.spec.dtype)
-
-    @property
-    def folded(self) -> int:
-        layout, layers = self.spec.mode.layout(self.spec.head_dim, self.spec.v_head_dim), self.spec.num_layers
-        kept_raw = sum(self.spec.window.is_raw_layer(layer, layers) for layer in range(layers))
-        heads = self.spec.num_kv_heads
-        return kept_raw * heads * layout.raw_bytes_per_token(self.spec.dtype) + (
-            layers - kept_raw
-        ) * heads * layout.bytes_per_token(self.spec.dtype)
-
     def phases(self, prompt: int, tokens: int) -> tuple[tuple[int, int], ...]:
         """Most raw and folded rows while the prompt is prefilled, and after; sinks count as both."""
         # An answer that is run again is cut where pages fold, so that it takes no more than it took row by row.
@@ -126,7 +113,14 @@ class RowCosts:
         return raw + min(window.sink_tokens, folded), folded
 
     def nbytes(self, prompt: int, tokens: int) -> int:
-        return max(raw * self.raw + folded * self.folded for raw, folded in self.phases(prompt, tokens))
+        shape, page = self.spec.shape(), self.spec.window.page_size
+        cut = 0 if self.spec.cap is None else 2  # pages that are not whole: see `pages_of`
+
+        def of(raw: int, folded: int) -> int:
+            rows = Rows(raw, 0, folded, -(-folded // page) + cut if folded else 0)
+            return over_layers(shape, rows.nbytes(shape), Rows(raw + folded).nbytes(shape))
+
+        return max(of(*rows) for rows in self.phases(prompt, tokens))
 
 
 class ByteMemory:

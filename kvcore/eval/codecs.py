@@ -6,14 +6,18 @@ A product codec goes through the very functions that a cache calls. Everything e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvcore.eval.rows import RawRows
-from kvcore.layout import CODECS, Rotation
-from kvcore.modes import CODEC_FUNCTIONS, Mode
+from kvcore.layout import CODECS, Codec, Rotation
+from kvcore.modes import CODEC_FUNCTIONS, Mode, centred_rows, page_centers, plain_centers
 from kvcore.ops import ITEMSIZE, Array, Ops
 
+PAGE = 128  # rows with one centre where no page folds
 RoundTrip = Callable[[Array], Array]  # rows [B, Hkv, T, D] of any float dtype -> what is read back, float32
 
 
@@ -55,6 +59,11 @@ class Variant:
     def raw(self) -> bool:
         return self.k.raw and self.v.raw
 
+    @property
+    def group(self) -> int:
+        """Rows that are whole groups of both."""
+        return math.lcm(self.k.group, self.v.group)
+
     def row_bytes(self, head_dim: int, raw_dtype: str = "float16") -> float:
         """Bytes of one coded token and KV head, K and V together."""
         return self.k.row_bytes(head_dim, raw_dtype) + self.v.row_bytes(head_dim, raw_dtype)
@@ -78,6 +87,44 @@ def product_codec(name: str) -> RowCodec:
     return RowCodec(name, bind, lambda head_dim, raw_dtype: float(codec.bytes_per_token(head_dim, raw_dtype)))
 
 
+def centred_codec(codec: Codec, page: int) -> RowCodec:
+    """A centred codec of K as a cache with pages of ``page`` rows applies it; a text's last rows are a page of theirs.
+
+    Where rows are seen coded before their page would be whole, its centre comes from later rows as well.
+    """
+    functions, plain = CODEC_FUNCTIONS[codec.name], product_codec(codec.name)
+
+    def bind(ops: Ops, layer: int, part: str, head_dim: int) -> RoundTrip:
+        rotation = Rotation.create(ops, layer, part, head_dim)
+
+        def pages(rows: Array, size: int) -> Array:
+            centers = page_centers(ops, rows, rotation, size)
+            planes = functions.encode(ops, centred_rows(ops, rows, centers, rotation, size), rotation)
+            decoded, means = functions.decode(ops, planes, rotation), plain_centers(ops, centers, rotation)
+            of_rows = np.arange(int(rows.shape[2]), dtype=np.int32) // size
+            return decoded + ops.take(means, ops.asarray(of_rows), 2)
+
+        def round_trip(rows: Array) -> Array:
+            rest = int(rows.shape[2]) % page
+            whole = int(rows.shape[2]) - rest
+            pieces = [pages(rows[:, :, :whole], page)] if whole else []
+            return ops.concat([*pieces, *([pages(rows[:, :, whole:], rest)] if rest else [])], 2)
+
+        return round_trip
+
+    def row_bytes(head_dim: int, raw_dtype: str) -> float:
+        return plain.row_bytes(head_dim, raw_dtype) + codec.center_bytes(head_dim) / page
+
+    return RowCodec(f"{codec.name}-centred", bind, row_bytes, page)
+
+
+def product_k_codec(mode: Mode, rows: RawRows) -> RowCodec:
+    """A mode's codec of K. Rows that never fold by pages, or one by one, have a centre for each `PAGE` of them."""
+    if not mode.k_codec.centred:
+        return product_codec(mode.k)
+    return centred_codec(mode.k_codec, PAGE if rows.everything or rows.page == 1 else rows.page)
+
+
 def product_variant(mode: Mode, rows: RawRows) -> Variant:
     """A mode of the product with these raw rows; `fp16` has no window, so every row is raw whatever they say."""
-    return Variant(mode.name, product_codec(mode.k), product_codec(mode.v), rows)
+    return Variant(mode.name, product_k_codec(mode, rows), product_codec(mode.v), rows)

@@ -30,7 +30,7 @@ def logits(model: Model, ids: np.ndarray, variant: Variant, path: str = "one-pas
     InputError where the path cannot score the variant: a real cache has modes, not evaluation codecs.
     """
     if path == "one-pass":
-        yield from _run(model, ids, one_pass_cache(model, variant), _even(len(ids), CHUNK))
+        yield from _run(model, ids, one_pass_cache(model, variant), _even(len(ids), variant.group))
         return
     cache = _real_cache(model, variant)
     if path == "decode":
@@ -76,7 +76,9 @@ def _run(model: Model, ids: np.ndarray, cache: Cache, cuts: list[int]) -> Iterat
         model.backend.ops.evaluate(*cache.arrays())
 
 
-def _even(tokens: int, step: int) -> list[int]:
+def _even(tokens: int, group: int) -> list[int]:
+    """Chunks of whole groups."""
+    step = max(1, CHUNK // group) * group
     return [*range(0, tokens, step), tokens]
 
 

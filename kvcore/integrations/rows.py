@@ -38,6 +38,7 @@ class Rows(LayerCache):
                 part.sinks.append(sinks)
             for name, plane in planes.items():
                 part.folded[name].append(plane[:, :, : view.folded])
+        self._load_centers(view)
         self._folded_rows = view.folded
 
     @property
@@ -80,9 +81,7 @@ class Rows(LayerCache):
     def copy(self) -> Rows:
         """The same rows, in the same arrays until one of the two writes."""
         rows = self.like(self.batch)
-        for mine, theirs in ((self._k, rows._k), (self._v, rows._v)):
-            theirs.tail, theirs.sinks = mine.tail.fork(), mine.sinks.fork()
-            theirs.folded = {name: buffer.fork() for name, buffer in mine.folded.items()}
+        rows._k, rows._v = self._k.fork(), self._v.fork()
         rows._folded_rows, rows._first_rows = self._folded_rows, self._first_rows
         return rows
 
@@ -178,6 +177,8 @@ def select(ops: Ops, view: KVView, indices: Array) -> KVView:
         tail_v=pick(view.tail_v),
         k_rotation=view.k_rotation,
         v_rotation=view.v_rotation,
+        k_centers=pick(view.k_centers),
+        page_rows=view.page_rows,
     )
 
 

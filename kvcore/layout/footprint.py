@@ -16,23 +16,24 @@ FOREVER = 1 << 40  # tokens; a cap has been reached long before
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one layer and sequence that storage has room for."""
+    """Rows of one layer and sequence that storage has room for; ``pages``: of the folded ones, for their centres."""
 
     tail: int
     sinks: int = 0
     folded: int = 0
+    pages: int = 0
 
     def nbytes(self, shape: CacheShape) -> int:
         """Of one sequence and KV head."""
         raw = shape.layout.raw_bytes_per_token(shape.dtype)
-        return (self.tail + self.sinks) * raw + self.folded * shape.layout.bytes_per_token(shape.dtype)
+        return (self.tail + self.sinks) * raw + shape.layout.folded_bytes(shape.dtype, self.folded, self.pages)
 
 
 def live_bytes(shape: CacheShape, tokens: int) -> int:
     """Of all sequences with ``tokens`` live rows each, sinks and the page rows that they shadow both counted."""
     tokens = tokens if shape.cap is None else min(tokens, shape.cap.tokens)
     folded = shape.window.folded_after(tokens) if shape.layout.quantized else 0
-    rows = Rows(tokens - folded, min(shape.window.sink_tokens, folded), folded)
+    rows = Rows(tokens - folded, min(shape.window.sink_tokens, folded), folded, folded // shape.window.page_size)
     return over_layers(shape, rows.nbytes(shape), Rows(tokens).nbytes(shape))
 
 
@@ -52,17 +53,15 @@ def bytes_needed(shape: CacheShape, tokens: int, storage: str) -> int:
     steps of at most ``shape.step``; the hand-over of a delegated cache included."""
     if storage == "paged":
         raw, native = pages_needed(shape, tokens)
-        per_page = PAGE * shape.num_layers * shape.num_kv_heads
-        raw_bytes, folded_bytes = (
-            measure(shape.dtype) for measure in (shape.layout.raw_bytes_per_token, shape.layout.bytes_per_token)
-        )
-        return per_page * (raw * raw_bytes + native * folded_bytes)
+        layout, heads = shape.layout, shape.num_layers * shape.num_kv_heads
+        raw_bytes = raw * PAGE * layout.raw_bytes_per_token(shape.dtype)
+        return heads * (raw_bytes + layout.folded_bytes(shape.dtype, native * PAGE, native))
     before, after = rows_needed(shape, tokens)
     raw = Rows(_capped(shape, tokens)).nbytes(shape)
     most = over_layers(shape, after.nbytes(shape), raw)
     if not shape.delegated:
         return most
-    handed = shape.batch * shape.num_kv_heads * Rows(0, after.sinks, after.folded).nbytes(shape)  # layer by layer
+    handed = shape.batch * shape.num_kv_heads * replace(after, tail=0).nbytes(shape)  # layer by layer
     return max(most, over_layers(shape, before.nbytes(shape), raw) + handed)
 
 
@@ -74,7 +73,9 @@ def rows_needed(shape: CacheShape, tokens: int) -> tuple[Rows, Rows]:
     tail = min(most, window.recent_tokens + window.page_size - 1 + shape.step)
     # After a trim into a page, folded rows are no multiple of a page.
     folded = max(0, most - window.recent_tokens) if tokens >= window.recent_tokens + window.page_size else 0
-    after = Rows(tail, window.sink_tokens if folded else 0, folded)
+    # One page was trimmed into, or a cap dropped a part of it. Each further trim into a page may add a centre.
+    pages = -(-folded // window.page_size) + 1 if folded else 0
+    after = Rows(tail, window.sink_tokens if folded else 0, folded, pages)
     return (Rows(most) if shape.delegated else after), after
 
 

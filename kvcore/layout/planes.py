@@ -39,7 +39,7 @@ class Plane:
 class Codec:
     """How K or V rows are stored. ``codebook`` marks the codecs that rotate before they quantize.
 
-    With ``centred``, the mean of a page's rows is taken off them first and stored beside them: docs/modes.md, "Centres".
+    With ``centred``, the mean of a page's rows is taken off them and stored beside them: docs/modes.md, "Centres".
     """
 
     name: str
@@ -75,7 +75,7 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
         "turbo3": Codec("turbo3", (Plane("codes", "uint8", 3), _SCALE), TURBO3),
     }
 )
-CENTRED_TURBO4 = replace(CODECS["turbo4"], centred=True)  # for K: adds q · centre to the logits of a page
+CENTRED_TURBO4 = replace(CODECS["turbo4"], centred=True)  # for K: adds R q · centre to the logits of a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +97,23 @@ class Layout:
     def quantized(self) -> bool:
         return self.k.quantized or self.v.quantized
 
-    def bytes_per_token(self, compute_dtype: str) -> int:
-        """Bytes of one folded token and KV head, K and V together."""
+    def bytes_per_token(self, compute_dtype: str, page: int = 128) -> int:
+        """Bytes of one folded token and KV head, K and V together, with its share of the centre of a page of ``page``
+        rows, rounded up: a figure for one token. `folded_bytes` is exact."""
+        return -(-self.folded_bytes(compute_dtype, page, 1) // page)
+
+    def folded_bytes(self, compute_dtype: str, rows: int, pages: int) -> int:
+        """Bytes of ``rows`` folded tokens of one KV head in ``pages`` pages, K and V together, exactly."""
         k = self.k.bytes_per_token(self.k_dim, compute_dtype)
-        return k + self.v.bytes_per_token(self.v_dim, compute_dtype)
+        row = k + self.v.bytes_per_token(self.v_dim, compute_dtype)
+        return rows * row + pages * self.k.center_bytes(self.k_dim)
 
     def describe(self) -> dict[str, object]:
-        """What has to agree for planes to mean the same rows: codecs, widths, and the rotation and levels of turbo."""
+        """What has to agree for planes to mean the same rows: codecs, widths, the rotation and levels of turbo, and
+        whether K is centred."""
         found: dict[str, object] = {"k": self.k.name, "v": self.v.name, "k_dim": self.k_dim, "v_dim": self.v_dim}
+        if self.k.centred:
+            found["k_center"] = "mean of a page"
         for part, codec in (("k", self.k), ("v", self.v)):
             if codec.codebook is not None:
                 found |= {"rotation": ROTATION, f"{part}_levels": list(codec.codebook.levels)}

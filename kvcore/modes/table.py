@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcore.errors import InputError
-from kvcore.layout import CODECS, Layout
+from kvcore.layout import CENTRED_TURBO4, CODECS, Codec, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,12 @@ class Mode:
 
     def layout(self, head_dim: int, v_head_dim: int | None = None) -> Layout:
         """The layout of folded rows. UnsupportedError where a codec cannot store that width."""
-        return Layout(CODECS[self.k], CODECS[self.v], head_dim, v_head_dim or head_dim)
+        return Layout(self.k_codec, CODECS[self.v], head_dim, v_head_dim or head_dim)
+
+    @property
+    def k_codec(self) -> Codec:
+        """turbo4 has its pages centred in K."""
+        return CENTRED_TURBO4 if self.k == "turbo4" else CODECS[self.k]
 
     @property
     def quantized(self) -> bool:

@@ -2,7 +2,10 @@
 
 Tensors of layer i are ``layers.{i}.{k,v}.{sinks,tail}`` [B, Hkv, rows, D] in the compute dtype and
 ``layers.{i}.{k,v}.folded.{plane}`` [B, Hkv, rows, width], as docs/modes.md describes them; ``tokens`` int32 are the ids
-of every position. Where rows in the middle were dropped, the holes say where.
+of every position. Where rows in the middle were dropped, the holes say where. A centred K adds
+``layers.{i}.k.folded.center`` float16 [B, Hkv, pages, D] and ``layers.{i}.k.folded.page_rows`` int32 [pages].
+
+Version 1 had no centres, and is the same where there are none.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from kvcore.weights.safetensors import CODE_DTYPES, DTYPES, SafetensorsFile, ope
 
 __all__ = ["PromptCache", "check_target", "read_prompt_cache", "write_prompt_cache"]
 
-FORMAT, VERSION = "kvcore-prompt-cache", 1
+FORMAT, VERSION = "kvcore-prompt-cache", 2
 Arrays = dict[str, npt.NDArray[np.generic]]
 
 
@@ -61,6 +64,8 @@ def write_prompt_cache(
     arrays: Arrays = {"tokens": np.asarray(tokens, np.int32)}
     for layer, view in enumerate(rows.views):
         arrays |= {name: np.asarray(ops.to_numpy(array)) for name, array in _arrays(view, layer).items()}
+        if view.page_rows:
+            arrays[f"layers.{layer}.k.folded.page_rows"] = np.asarray(view.page_rows, np.int32)
     about = {
         "version": VERSION,
         "dtype": dtype,
@@ -87,6 +92,11 @@ def read_prompt_cache(path: Path, layouts: Sequence[Layout], kv_heads: int, iden
     about = _about(file, path)
     try:
         theirs = Identity(**{name: about[name] for name in identity.to_dict()})
+        if about["version"] == 1 and theirs.mode == identity.mode and "k_center" in identity.layout:
+            raise InputError(
+                f"{path} has format version 1, whose keys in mode {theirs.mode} have no centres: this kvcore reads "
+                f"version {VERSION} of them, so make the file again"
+            )
         theirs.check(identity, str(path))
         holes = tuple(Hole(int(at), int(count)) for at, count in about["holes"])
         cap = None if about["cap"] is None else Cap(*map(int, about["cap"]))
@@ -119,6 +129,8 @@ def _arrays(view: KVView, layer: int) -> dict[str, Any]:
             found |= {f"{at}.folded.{name}": plane for name, plane in planes.items()}
         if view.sinks:
             found[f"{at}.sinks"] = sinks
+    if view.page_rows:
+        found[f"layers.{layer}.k.folded.center"] = view.k_centers
     return found
 
 
@@ -134,9 +146,9 @@ def _about(file: SafetensorsFile, path: Path) -> dict[str, Any]:
     if file.metadata.get("format") != FORMAT:
         raise ModelError(f"{path} is no prompt cache: make one with kvcore cache-prompt")
     about = parse_json(str(file.metadata.get("cache", "")).encode(), f"{path}: its description")
-    if about.get("version") != VERSION:
+    if about.get("version") not in (1, VERSION):
         raise ModelError(
-            f"{path} has format version {about.get('version')}, this kvcore reads {VERSION}: make the file again"
+            f"{path} has format version {about.get('version')}, this kvcore reads 1 and {VERSION}: make the file again"
         )
     return about
 
@@ -176,7 +188,21 @@ class _Reader:
             parts[part] = {"planes": planes, "sinks": rows.get("sinks"), "tail": rows["tail"]}
         k, v = parts["k"], parts["v"]
         sides = (k["sinks"], v["sinks"], k["planes"], v["planes"], k["tail"], v["tail"])
-        return KVView(layout, sinks, folded, *sides, k_rotation=None, v_rotation=None)
+        centers, page_rows = self._centers(layer, layout, folded)
+        return KVView(layout, sinks, folded, *sides, None, None, k_centers=centers, page_rows=page_rows)
+
+    def _centers(self, layer: int, layout: Layout, folded: int) -> tuple[Any, tuple[int, ...]]:
+        """The view's centres and the rows of their pages, where K is centred."""
+        at = f"layers.{layer}.k.folded"
+        if not folded or not layout.k.centred:
+            return None, ()
+        pages = self._count(f"{at}.center")
+        page_rows = _take(self.arrays, f"{at}.page_rows", "int32", (pages,), self.path).tolist()
+        if min(page_rows, default=1) < 1 or sum(page_rows) != folded:
+            raise ModelError(
+                f"{self.path} is damaged: the pages of layer {layer} have {page_rows} rows, {folded} are quantized"
+            )
+        return self._rows(f"{at}.center", "float16", pages, layout.k_dim), tuple(page_rows)
 
     def _count(self, name: str) -> int:
         array = self.arrays.get(name)

@@ -188,6 +188,7 @@ class KvcoreCache:
             "kernels": settings.kernels,
             "offset": self.offset,
             "rows_folded": 0 if rows is None else rows.rows_folded,
+            "page_rows": () if rows is None else rows.view().page_rows,
             "shape": shape,
         }
 
@@ -196,6 +197,7 @@ class KvcoreCache:
             return {}
         view = self._rows.view()
         named = {"tail_k": view.tail_k, "tail_v": view.tail_v, "sink_k": view.sink_k, "sink_v": view.sink_v}
+        named["centers_k"] = view.k_centers
         for part, planes in (("k", view.k_planes), ("v", view.v_planes)):
             named |= {f"plane_{part}_{name}": plane for name, plane in planes.items()}
         return {name: array for name, array in named.items() if array is not None and array.size}
@@ -210,7 +212,12 @@ class KvcoreCache:
         heads, k_dim, v_dim, dtype, folding = header["shape"]
         self._rows = rows = self._open_rows(heads, heads, k_dim, v_dim, dtype)
         rows.folding = folding
-        rows.fill(_view_of(rows, header["rows_folded"], arrays))
+        page_rows = tuple(header.get("page_rows", ()))
+        if rows.layout.k.centred and sum(page_rows) != header["rows_folded"]:
+            raise InputError(
+                f"a cache in mode {mode.name} that was saved without its keys' centres: run its prompt again"
+            )
+        rows.fill(_view_of(rows, header["rows_folded"], page_rows, arrays))
 
     def _open(self, q: mx.array, keys: mx.array, values: mx.array) -> Rows:
         if keys.dtype not in _DTYPES:
@@ -239,7 +246,7 @@ class KvcoreCache:
             )
 
 
-def _view_of(rows: Rows, folded: int, arrays: dict[str, mx.array]) -> KVView:
+def _view_of(rows: Rows, folded: int, page_rows: tuple[int, ...], arrays: dict[str, mx.array]) -> KVView:
     empty = rows.view()
     planes = {
         part: {name: arrays.get(f"plane_{part}_{name}", none) for name, none in had.items()}
@@ -258,4 +265,6 @@ def _view_of(rows: Rows, folded: int, arrays: dict[str, mx.array]) -> KVView:
         tail_v=arrays.get("tail_v", empty.tail_v),
         k_rotation=empty.k_rotation,
         v_rotation=empty.v_rotation,
+        k_centers=arrays.get("centers_k"),
+        page_rows=page_rows,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ FAR = {"raw": 0.0, "int8": 0.02, "turbo4": 0.3, "turbo3": 0.5}
 
 class Lifecycle(RuleBasedStateMachine):
     """``rows`` is the model: every live token's K and V. The first ``folded`` are in pages, of which the first
-    ``sinks`` are raw as well."""
+    ``sinks`` are raw as well; ``pages`` numbers the page of each of them."""
 
     backend: Backend
 
@@ -42,6 +43,7 @@ class Lifecycle(RuleBasedStateMachine):
         self.donors: list[Prefixes] = []
         self.idle: list[tuple[Cache, list[np.ndarray]]] = []
         self.folded = self.sinks = self.pending = self.made = self.offset = 0
+        self.pages: list[int] = []
 
     @initialize(
         mode=st.sampled_from(sorted(MODES)),
@@ -79,12 +81,14 @@ class Lifecycle(RuleBasedStateMachine):
         while self.folding and len(self.rows) - self.folded >= self.window.recent_tokens + self.window.page_size:
             self.sinks = self.sinks if self.folded else min(self.first, self.window.page_size)
             self.folded += self.window.page_size
+            self.pages += [max(self.pages, default=0) + 1] * self.window.page_size
         self.pending = 0
 
     def forget(self, count: int) -> None:
         left = len(self.rows) - count
         self.rows, self.positions = self.rows[:left], self.positions[:left]
         self.folded = min(self.folded, left)
+        self.pages = self.pages[: self.folded]
         self.sinks = min(self.sinks, self.folded)
         self.pending = max(0, self.pending - count)
         if count and self.folded == 0 and left <= self.first:
@@ -129,6 +133,7 @@ class Lifecycle(RuleBasedStateMachine):
         elif count:
             self.folded -= max(0, min(first + count, self.folded) - first)
             del self.rows[first : first + count], self.positions[first : first + count]
+            del self.pages[first : first + count]
             self.pending = min(self.pending, len(self.rows))
             self.sinks, self.first = min(self.sinks, first), min(self.first, first)
 
@@ -198,7 +203,7 @@ class Lifecycle(RuleBasedStateMachine):
         self.first = min(
             [i for i, at in enumerate([*self.positions, self.offset]) if at != i] + [self.window.sink_tokens]
         )
-        self.folding, self.folded, self.sinks = self.mode.quantized, 0, 0
+        self.folding, self.folded, self.sinks, self.pages = self.mode.quantized, 0, 0, []
         self.fold()
 
     def _converted(self, mode: str) -> Cache:
@@ -232,12 +237,15 @@ class Lifecycle(RuleBasedStateMachine):
         assert (self.cache.tokens, self.cache.offset) == (len(self.rows), self.offset)
         for view in (layer.view() for layer in self.cache.layers):
             assert (view.sinks, view.folded) == (self.sinks, self.folded)
+            centred = tuple(Counter(self.pages).values()) if view.layout.k.centred else ()
+            assert view.page_rows == centred
+            assert view.k_centers is None or view.k_centers.shape[2] == len(centred)
         self._bytes_agree()
 
     def _bytes_agree(self) -> None:
         spec, layout = self.cache.spec, self.mode.layout(DIM)
         raw = (self.sinks + len(self.rows) - self.folded) * layout.raw_bytes_per_token(spec.dtype)
-        pages = self.folded * layout.bytes_per_token(spec.dtype)
+        pages = layout.folded_bytes(spec.dtype, self.folded, len(set(self.pages)))
         assert self.cache.stats().kv_bytes == spec.batch * spec.num_layers * (raw + pages)
 
     @invariant()

@@ -129,6 +129,8 @@ def _decoded(ops: Ops, view: KVView, codec: str, layer: int, part: str, dim: int
     pieces = [ops.to_numpy(tail).astype(np.float64)]
     if view.folded:
         pages = decode_planes({name: ops.to_numpy(plane) for name, plane in planes.items()}, codec, layer, part, dim)
+        if part == "k" and view.layout.k.centred:
+            pages = pages + means_of_rows(ops.to_numpy(view.k_centers), view.page_rows, layer)
         pieces.insert(0, pages[:, :, view.sinks :])
     if view.sinks:
         pieces.insert(0, ops.to_numpy(sinks).astype(np.float64))
@@ -145,6 +147,42 @@ def decode_planes(planes: dict[str, np.ndarray], codec: str, layer: int, part: s
     assert book is not None
     indices = unpack_bits(planes["codes"], book.bits)
     return spec.turbo_decode(indices, planes["scale"], spec.rotation_matrix(layer, part, dim), book)
+
+
+def page_centers(rows: np.ndarray, layer: int, page: int) -> np.ndarray:
+    """What is rounded to a float16 centre, float64 [B, H, n, D], by docs/modes.md, one page at a time."""
+    batch, heads, count, dim = rows.shape
+    rotation, centers = spec.rotation_matrix(layer, "k", dim), np.zeros((batch, heads, count // page, dim))
+    for b, h, p in np.ndindex(centers.shape[:3]):
+        counted = rows[b, h, p * page + min(4, page // 2) : (p + 1) * page].astype(np.float64)
+        counted = counted[np.isfinite(counted).all(-1)]
+        if len(counted):
+            centers[b, h, p] = rotation @ counted.mean(0)
+    return np.clip(centers, -65504, 65504)
+
+
+def assert_centers_follow_spec(centers: np.ndarray, rows: np.ndarray, layer: int, page: int) -> None:
+    """Within half a float16 step, and what a float32 mean of those rows may be off."""
+    want = page_centers(rows, layer, page)
+    assert centers.dtype == np.float16
+    assert centers.shape == want.shape
+    size = np.abs(np.where(np.isfinite(rows), rows, 0).astype(np.float64)).max(initial=0)
+    step = np.maximum(np.abs(want) * 2.0**-11, 2.0**-25)
+    assert (np.abs(centers.astype(np.float64) - want) <= step + 2e-6 * size).all()
+
+
+def means_of_rows(centers: np.ndarray, page_rows: Sequence[int], layer: int) -> np.ndarray:
+    """Rᵀ · centre of each folded row's page, float64 [B, H, folded, D]."""
+    means = centers.astype(np.float64) @ spec.rotation_matrix(layer, "k", centers.shape[-1])
+    return np.repeat(means, page_rows, axis=2)
+
+
+def coded_rows(ops: Ops, view: KVView, rows: np.ndarray, layer: int = 0) -> np.ndarray:
+    """What K's codec was given of ``rows``, the folded ones: themselves, or without the centres of ``view``."""
+    if not view.layout.k.centred:
+        return rows
+    means = means_of_rows(ops.to_numpy(view.k_centers), view.page_rows, layer)
+    return (rows.astype(np.float64) - means).astype(np.float32)
 
 
 def unpack_bits(codes: np.ndarray, bits: int) -> np.ndarray:

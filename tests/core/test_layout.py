@@ -18,7 +18,7 @@ TABLE = {
     "int8": 260,
     "turbo4-asym": 322,
     "turbo3-asym": 306,
-    "turbo4": 132,
+    "turbo4": 134,
     "turbo4-delegated": 322,
     "int8-turbo4": 196,
 }
@@ -37,16 +37,27 @@ def test_float32_raw_elements_count_4_bytes() -> None:
         "int8": 260,
         "turbo4-asym": 578,
         "turbo3-asym": 562,
-        "turbo4": 132,
+        "turbo4": 134,
         "turbo4-delegated": 578,
         "int8-turbo4": 196,
     }
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("fp16", 23040), ("int8", 11880), ("turbo4", 6120)])
+@pytest.mark.parametrize(("mode", "expected"), [("fp16", 23040), ("int8", 11880), ("turbo4", 6210)])
 def test_B78_bytes_per_token_of_smollm2(mode: str, expected: int) -> None:
     """30 layers with 3 KV heads of D=64."""
     assert 30 * 3 * MODES[mode].layout(64).bytes_per_token("float16") == expected
+
+
+def test_a_centre_is_shared_by_the_rows_of_its_page() -> None:
+    """A figure for one token is rounded up, bytes of rows are exact."""
+    layout = MODES["turbo4"].layout(80, 64)
+    assert [layout.bytes_per_token("float16", page) for page in (128, 32, 1)] == [76 + 2, 76 + 5, 76 + 160]
+    assert layout.folded_bytes("float16", 256, 3) == 256 * 76 + 3 * 160
+    assert MODES["int8-turbo4"].layout(80).folded_bytes("float16", 256, 3) == 256 * (82 + 42)
+    assert (layout.k.centred, layout.v.centred) == (True, False)
+    assert layout.describe()["k_center"] == "mean of a page"
+    assert "k_center" not in MODES["turbo4-asym"].layout(80).describe()
 
 
 def test_k_and_v_of_different_widths_are_counted_apart() -> None:

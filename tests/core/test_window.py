@@ -13,9 +13,11 @@ from oracle import (
     FOLDED_AT_ONCE,
     QUANTIZED,
     SMALL,
+    assert_centers_follow_spec,
     assert_planes_follow_spec,
     cast,
     chunked,
+    coded_rows,
     feed,
     gaussian,
     new_cache,
@@ -196,7 +198,11 @@ def test_pages_hold_the_codes_of_their_rows_sinks_included(backend: Backend, mod
         if codec == "raw":
             assert np.array_equal(stored["rows"], rows[:, :, :160])
         else:
-            assert_planes_follow_spec(codec, stored, rows[:, :, :160], layer=1, part=part)
+            folded = coded_rows(ops, view, rows[:, :, :160], 1) if part == "k" else rows[:, :, :160]
+            assert_planes_follow_spec(codec, stored, folded, layer=1, part=part)
+    if view.layout.k.centred:
+        assert_centers_follow_spec(ops.to_numpy(view.k_centers), k[:, :, :160], 1, 32)
+        assert view.page_rows == (32,) * 5
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 32])
@@ -219,7 +225,7 @@ def test_boundary_layers_are_the_first_and_the_last_and_stay_raw(backend: Backen
     assert [layer.rows_folded for layer in cache.layers] == [0, 0, 64, 64, 0, 0]
     stats = cache.stats()
     assert (stats.rows_folded, stats.rows_raw) == (64, 40)
-    quantized = 40 * 256 + 64 * MODES[mode].layout(64).bytes_per_token("float16")
+    quantized = 40 * 256 + MODES[mode].layout(64).folded_bytes("float16", 64, 2)
     assert stats.kv_bytes == 2 * (4 * 100 * 256 + 2 * quantized)
     assert stats.kv_bytes_raw == 2 * 6 * 100 * 256
 

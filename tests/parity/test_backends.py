@@ -99,9 +99,11 @@ def test_a_cache_with_a_history_is_the_same_on_every_backend(
         sinks, folded = layers[0].rows_sinks, layers[0].rows_folded
         assert np.array_equal(want[:, :, :sinks], got[:, :, :sinks])
         assert np.array_equal(want[:, :, folded:], got[:, :, folded:])
-        # Now and then an index falls on the other side of a midpoint: one step of one element.
+        # Now and then an index falls on the other side of a midpoint: one step of one element. Or an element of a
+        # centre is rounded to the other float16, and shows in all rows of its page.
+        near = 1e-3 if want is stored[0][0] and layers[0].layout.k.centred else 1e-5
         assert ((want - got) ** 2).sum() <= 1e-5 * (want**2).sum()
-        assert (np.abs(want - got).max(-1) > 1e-5).sum() <= 0.01 * want[..., 0].size
+        assert (np.abs(want - got).max(-1) > near).sum() <= 0.01 * want[..., 0].size
     q = cast(gaussian(2, 4, 3, 64, seed=3), dtype)
     limit = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}[dtype]
     for each, layer in zip(both, layers, strict=True):

@@ -22,8 +22,10 @@ from oracle import (
     BACKENDS,
     DTYPES,
     SMALL,
+    assert_centers_follow_spec,
     assert_planes_follow_spec,
     cast,
+    coded_rows,
     exact_attention,
     filled,
     gaussian,
@@ -187,6 +189,9 @@ def check_fold(backend: Backend, run: Callable[..., Any], query: KernelQuery) ->
     assert view.folded == (128 if MODES[mode_of(query)].quantized else 0)
     for part, name, planes in (("k", query.k_codec, view.k_planes), ("v", query.v_codec, view.v_planes)):
         stored, folded = to_numpy(backend.ops, planes), rows[part][:, :, : view.folded]
+        if part == "k" and view.layout.k.centred:
+            assert_centers_follow_spec(backend.ops.to_numpy(view.k_centers), folded, 0, 128)
+            folded = coded_rows(backend.ops, view, folded)
         if name != "raw":
             assert_planes_follow_spec(name, stored, folded, part=part)
         elif view.folded:

@@ -44,7 +44,7 @@ def bytes_by_hand(cache: Cache) -> int:
     total = 0
     for layer in cache.layers:
         raw = layer.layout.raw_bytes_per_token(spec_.dtype) * (layer.rows_sinks + layer.rows_tail)
-        pages = layer.rows_folded // spec_.window.page_size
+        pages = -(-layer.rows_folded // spec_.window.page_size)
         total += raw + layer.layout.folded_bytes(spec_.dtype, layer.rows_folded, pages)
     return total * spec_.batch * spec_.num_kv_heads
 

@@ -59,7 +59,7 @@ def test_files_and_no_state_left(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert evaluate(folder, "--modes", "turbo4", "--probes", "attention", "--out", tmp_path) == 0
     out = capsys.readouterr().out
     assert out.startswith("| variant | window | bytes |")
-    assert "| turbo4 | 4+16/16 | 68 |" in out
+    assert "| turbo4 | 4+16/16 | 76 |" in out
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {
         *(f"fidelity.{kind}" for kind in ("md", "jsonl", "csv")),

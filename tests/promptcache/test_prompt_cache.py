@@ -100,6 +100,10 @@ def test_what_one_backend_writes_another_reads(
         for name, plane in one.k_planes.items():
             other_plane = models[1].backend.ops.to_numpy(other.k_planes[name])
             assert np.array_equal(models[0].backend.ops.to_numpy(plane), other_plane)
+        assert one.page_rows == other.page_rows == ((32,) * 3 if mode == "turbo4" else ())
+        if mode == "turbo4":
+            both = zip(models, (one.k_centers, other.k_centers), strict=True)
+            assert np.array_equal(*(m.backend.ops.to_numpy(centers) for m, centers in both))
     longer = [*prompt, *ids(10, 1)]
     answers = [tokens(m.generate(longer, TEN, cache=c)) for m, c in zip(models, (cache, loaded), strict=True)]
     assert answers[0][:3] == answers[1][:3]
@@ -209,7 +213,7 @@ def test_a_damaged_file_is_one_line(model: kvcore.Model, tmp_path: Path, damage:
         case "foreign":
             data = bytearray((write_tiny_llama(tmp_path / "m") / "model.safetensors").read_bytes())
         case "version":
-            data = data.replace(b'\\"version\\": 1', b'\\"version\\": 7')
+            data = data.replace(b'\\"version\\": 2', b'\\"version\\": 7')
         case "long":
             data[:8] = (2**60).to_bytes(8, "little")
         case "shape":
@@ -249,7 +253,8 @@ FIELDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "mode": (lambda a: a.update(mode="turbo5"), "mode is turbo5 in the file and turbo4 here"),
     "layers": (lambda a: a.update(layers=3), "it has 3 layers, the model 2"),
-    "version": (lambda a: a.update(version=2), "format version 2, this kvcore reads 1"),
+    "version": (lambda a: a.update(version=3), "format version 3, this kvcore reads 1 and 2"),
+    "centre": (lambda a: a["layout"].pop("k_center"), "layout is k_center None in the file and k_center mean of"),
     "dropped": (lambda a: a["layout"].pop("rotation"), "layout is rotation None in the file and rotation hadamard"),
     "no window": (lambda a: a.pop("window"), "its description lacks or misspells 'window'"),
 }

@@ -24,7 +24,7 @@ class Fidelity:
     top1: float
 
 
-# docs/benchmark_results/2026-11-29-fidelity-modes.csv
+# docs/benchmark_results/2026-11-29-fidelity-modes.csv; turbo4: 2026-11-30-fidelity-turbo4.csv
 FIDELITY: Mapping[str, Fidelity] = MappingProxyType(
     {
         "fp16": Fidelity(0.0, 1.0),
@@ -33,7 +33,7 @@ FIDELITY: Mapping[str, Fidelity] = MappingProxyType(
         "turbo4-asym": Fidelity(2.502e-4, 0.9948),
         "turbo4-delegated": Fidelity(2.502e-4, 0.9948),
         "turbo3-asym": Fidelity(1.045e-3, 0.9831),
-        "turbo4": Fidelity(2.673e-3, 0.9746),
+        "turbo4": Fidelity(1.682e-3, 0.9792),
     }
 )
 

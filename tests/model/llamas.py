@@ -29,7 +29,7 @@ FOLDED_ROW_BYTES = {  # bytes of one folded token and KV head at D = 64 with flo
     "turbo4-asym": 256 + (32 + 2),
     "turbo4-delegated": 256 + (32 + 2),
     "turbo3-asym": 256 + (24 + 2),
-    "turbo4": 2 * (32 + 2),
+    "turbo4": 2 * (32 + 2) + 1,  # and the share of a centre of 128 bytes in a page of 128 rows
 }
 
 

@@ -38,7 +38,8 @@ def tokens(generation: kvcore.Generation) -> list[int]:
 def test_L4_generation_beyond_the_cap(model: kvcore.Model, mode: str, window: WindowPolicy) -> None:
     """Cap 256, a short prompt, 300 tokens: the cache stays at 256 rows, positions go on."""
     model = replace(model, mode=MODES[mode], window=window)
-    generation = model.generate(ids(20), kvcore.SamplingParams(max_tokens=300), max_kv_size=256)
+    params = kvcore.SamplingParams(max_tokens=300, logit_bias=dict.fromkeys(model.eos_token_ids, -100.0))
+    generation = model.generate(ids(20), params, max_kv_size=256)
     assert len(tokens(generation)) == 300
     stats = generation.cache.stats()
     assert (generation.cache.offset, stats.tokens, generation.finish_reason) == (319, 256, "length")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,13 @@ def attended(host: Backend, q: np.ndarray, view: KVView, scale: float, window: i
     return outs[0]
 
 
-def encoded(host: Backend, codec: str, rows: np.ndarray, *, layer: int = 0, part: str = "k") -> dict[str, np.ndarray]:
+def encoded(
+    host: Backend, codec: str, rows: np.ndarray, *, layer: int = 0, part: str = "k", centred: bool = False
+) -> dict[str, np.ndarray]:
     """Planes by the Metal kernel, the same under all schedules."""
-    rotation = rotation_of(host, codec, rows.shape[-1], layer, part)
+    rotation, stored = rotation_of(host, codec, rows.shape[-1], layer, part), replace(CODECS[codec], centred=centred)
     found = [
-        to_numpy(host.ops, encode(host.ops, CODECS[codec], rows, rotation, Shim(schedule, seed=7).run))
+        to_numpy(host.ops, encode(host.ops, stored, rows, rotation, Shim(schedule, seed=7).run))
         for schedule in SCHEDULES
     ]
     for planes in found[1:]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from metal_centred import centred_attention, centred_view
 from metal_shim import SCHEDULES, KernelFault, Placed, Shim
 from oracle import SMALL, assert_planes_follow_spec, exact_attention, filled, gaussian, relative_error
 from schedules import rotation_of
@@ -76,6 +77,16 @@ FAULTS = (
         "page_shares[simd * D + d + D] =",
     ),
 )
+CENTRED_FAULTS = (
+    Fault("no centre", "attend", "logit + values[", "logit + 0.0f * values["),
+    Fault("the page of another row", "attend", "page_of[row] *", "page_of[row + 1] *"),
+    Fault("stride of pages", "attend", "page_bias_strides[2], page_bias_strides[3]", "page_bias_strides[2], 2"),
+    Fault("stride of vectors", "attend", "page_bias_strides[2], page_bias_strides[3]", "0, page_bias_strides[3]"),
+    Fault("heads' centres", "attend", "head * page_bias_strides[1]", "0"),
+    Fault("sequences' centres", "attend", "sequence * page_bias_strides[0]", "0"),
+    Fault("centres times scales", "attend", "(logit[n] * k_scale, vector, row)", "(logit[n], vector, row) * k_scale"),
+    Fault("vectors beyond the last", "attend", "min(step.vector + n, step.vectors - 1)", "step.vector + n"),
+)
 ENCODE_FAULTS = (
     Fault("no barrier before packing", "encode", "}\nthreadgroup_barrier(mem_flags::mem_threadgroup);\n", "}\n"),
     Fault("no barrier in the rotation", "encode", f"step *= 2) {{\n  {BARRIER}", "step *= 2) {"),
@@ -113,6 +124,14 @@ def check_attention(host: Backend, shim: Shim) -> None:
         assert relative_error(out, exact_attention(host, layer, q, 0.125, window)) <= 2e-6
 
 
+def check_centred(host: Backend, shim: Shim) -> None:
+    """Unequal pages of two sequences and heads under nine query vectors, which are two chunks of five."""
+    view = centred_view(host, (70, 57, 41), batch=2, heads=2)
+    q = gaussian(2, 6, 3, 64, seed=5)
+    out = attend(host.ops, q, view, 0.125, None, shim.run)
+    assert relative_error(out, centred_attention(q, view, 0.125)) <= 2e-6
+
+
 def check_encode(host: Backend, shim: Shim) -> None:
     """A view of a larger buffer, with a number of rows that threadgroups do not divide."""
     buffer = gaussian(1, 3, 40, 96)[..., :64]
@@ -130,12 +149,18 @@ NOTHING = Fault("nothing", "none", "", "")
 
 def test_without_a_fault_nothing_is_found(host: Backend) -> None:
     assert found(lambda shim: check_attention(host, shim), NOTHING) == []
+    assert found(lambda shim: check_centred(host, shim), NOTHING) == []
     assert found(lambda shim: check_encode(host, shim), NOTHING) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_fault_in_attention_is_found(host: Backend, fault: Fault) -> None:
     assert found(lambda shim: check_attention(host, shim), fault)
+
+
+@pytest.mark.parametrize("fault", CENTRED_FAULTS, ids=str)
+def test_a_fault_in_what_centres_add_is_found(host: Backend, fault: Fault) -> None:
+    assert found(lambda shim: check_centred(host, shim), fault)
 
 
 @pytest.mark.parametrize("fault", ENCODE_FAULTS, ids=str)

@@ -35,21 +35,21 @@ METAL = frozenset(
     )
 )
 GIVEN = frozenset(ATTRIBUTES)  # a thread's position: MLX declares it
-TYPES = r"(?:auto|bool|int|uint|ushort|float|float2|int64_t|P|S|K|V|M|Step)"
+TYPES = r"(?:auto|bool|int|uint|ushort|float|float2|int64_t|P|S|K|V|C|M|Step)"
 DECLARED = (
     rf"\b{TYPES}\b[\s*&]*\b(\w+)\b(?=\s*[\[=;,(){{])",  # variables, parameters, members, functions
     r"\bstruct (\w+)",
     r"\b(?:typename|int|bool) (\w+)(?=[,>])",  # template parameters
     r"\bRows<[^;={]*> (\w+)",
-    r"(?:const thread Step|thread float|const thread float|const thread [KV])\s*& ?\(?&?(\w+)",
+    r"(?:const thread Step|thread float|const thread float|const thread [KVC])\s*& ?\(?&?(\w+)",
     r"thread float \(&(\w+)\)",
     r"\bvoid (\w+)\(",
-    r"\b(PageRows<CODEC, P, S>|RawRows<P>) (\w+)",
+    r"\b(PageRows<CODEC, P, S>|RawRows<P>|PageCenters<CENTRED, P, S>) (\w+)",
 )
 TEMPLATES = {
     "encode": ("T", "D", "CODEC"),
     "rotate": ("T", "D"),
-    "attend": ("T", "R", "D", "K_CODEC", "V_CODEC", "N"),
+    "attend": ("T", "R", "D", "K_CODEC", "V_CODEC", "CENTRED", "N"),
     "combine": ("T", "D", "ROTATED"),
 }
 
@@ -136,6 +136,10 @@ def test_simdgroups_and_codecs_have_the_numbers_that_the_host_takes() -> None:
 
 # Address spaces, by clang
 
+ATTENDED = (
+    *(("raw", "raw", 0), ("int8", "int8", 0), ("int8", "turbo4", 0), ("turbo4", "turbo4", 0), ("turbo4", "turbo4", 1)),
+    ("raw", "turbo3", 0),
+)
 CODES = {"raw": "half", "int8": "int8_t", "turbo4": "uint8_t", "turbo3": "uint8_t"}
 
 
@@ -168,10 +172,10 @@ def instances() -> list[tuple[KernelSource, str]]:
         for rotated in (0, 1):
             types = {"out": "half", "dims": "int"}
             made.append((COMBINE, opencl_text(COMBINE, types, ("dims",), {**base, "ROTATED": rotated})))
-        for k, v in (("raw", "raw"), ("int8", "int8"), ("int8", "turbo4"), ("turbo4", "turbo4"), ("raw", "turbo3")):
+        for k, v, centred in ATTENDED:
             raw = dict.fromkeys(("q", "sink_k", "sink_v", "tail_k", "tail_v", "k_scale", "v_scale"), "half")
-            types = {**raw, "k_codes": CODES[k], "v_codes": CODES[v], "dims": "int"}
-            values = {**base, "K_CODEC": CODEC_NUMBERS[k], "V_CODEC": CODEC_NUMBERS[v], "N": 4}
+            types = {**raw, "k_codes": CODES[k], "v_codes": CODES[v], "page_of": "int", "dims": "int"}
+            values = {**base, "K_CODEC": CODEC_NUMBERS[k], "V_CODEC": CODEC_NUMBERS[v], "CENTRED": centred, "N": 4}
             made += [
                 (ATTEND, opencl_text(ATTEND, types, few, values))
                 for few in (("factor",), ("factor", "k_scale", "v_scale"))

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from kvcore.backends.metal.encode import integers, levels, numbers, zeros
 from kvcore.backends.metal.kernels import ATTEND, CODEC_NUMBERS, COMBINE, ROTATE, SIMDS, THREADS
 from kvcore.backends.metal.launch import Launch, Run, run_on_metal
@@ -16,6 +18,7 @@ MAX_VECTORS = 8  # query vectors that share one read of K and V
 THREADGROUPS = 512  # so many give every core of a large Apple GPU several
 SHORTEST = THREADS  # rows of a split: a tile of 32 for each simdgroup
 LONGEST = 4096
+FEW = 8  # MLX passes an input with fewer elements as a constant, for which it compiles the kernel anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ def attend(ops: Ops, q: Array, view: KVView, scale: float, window: int | None, r
     k_rotation, v_rotation = (view.k_rotation, view.v_rotation) if page_rows else (None, None)
     turned = zeros(ops) if k_rotation is None else rotate(ops, q, k_rotation, factor, run)
     (k_codec, v_codec), stored = _stored(ops, view, page_rows)
+    centred = view.layout.k.centred and page_rows > 0
+    bias = center_biases(ops, turned, view) if centred else (zeros(ops), zeros(ops, "int32"))
     counts = (kv_heads, group, rows, view.sinks, view.folded, tail, split.count, split.pages, split.rows)
     dims = integers(ops, *counts, window or 0, view.keep, chunks)
     template: dict[str, str | int | bool] = {
@@ -73,12 +78,13 @@ def attend(ops: Ops, q: Array, view: KVView, scale: float, window: int | None, r
         "D": dim,
         "K_CODEC": k_codec,
         "V_CODEC": v_codec,
+        "CENTRED": centred,
         "N": size,
     }
     places = batch * kv_heads * group * rows
     partial = Launch(
         ATTEND,
-        (q, turned, *stored, factor, dims),
+        (q, turned, *stored, *bias, factor, dims),
         tuple(template.items()),
         grid=(THREADS, split.count, batch * kv_heads * chunks),
         threadgroup=(THREADS, 1, 1),
@@ -110,6 +116,26 @@ def rotate(ops: Ops, q: Array, rotation: Rotation, factor: Array, run: Run) -> A
         outputs=(((batch, heads, rows, dim), "float32"),),
     )
     return run(ops, launch)[0]
+
+
+def center_biases(ops: Ops, turned: Array, view: KVView) -> tuple[Array, Array]:
+    """What centres add to logits, float32 [B, Hkv, vectors, pages], and the page of each folded row, int32 [folded].
+
+    ``turned`` [B, Hq, n, D] is R_K q, scaled. Neither is shorter than `FEW`: there is padding at their ends.
+    """
+    batch, q_heads, rows, dim = (int(n) for n in turned.shape)
+    kv_heads, pages = int(view.tail_k.shape[1]), len(view.page_rows)
+    vectors = ops.reshape(turned, (batch, kv_heads, q_heads // kv_heads * rows, dim))
+    bias = ops.matmul(vectors, ops.permute_dims(ops.astype(view.k_centers, "float32"), (0, 1, 3, 2)))
+    if batch * q_heads * rows * pages < FEW:
+        bias = ops.concat([bias] * FEW, 3)
+    return bias, _page_of_rows(ops, view.page_rows)
+
+
+@lru_cache(maxsize=32)
+def _page_of_rows(ops: Ops, page_rows: tuple[int, ...]) -> Array:
+    pages = np.repeat(np.arange(len(page_rows), dtype=np.int32), page_rows)
+    return ops.asarray(np.pad(pages, (0, max(0, FEW - len(pages)))))
 
 
 def _stored(ops: Ops, view: KVView, page_rows: int) -> tuple[tuple[int, int], tuple[Array, ...]]:

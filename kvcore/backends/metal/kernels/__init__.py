@@ -40,7 +40,7 @@ ATTEND = _source(
     ("common", "rows"),
     (
         *("q", "turned", "k_codes", "k_scale", "v_codes", "v_scale", "sink_k", "sink_v", "tail_k", "tail_v"),
-        *("k_levels", "v_levels", "factor", "dims"),
+        *("k_levels", "v_levels", "page_bias", "page_of", "factor", "dims"),
     ),
     ("sums", "stats"),
 )

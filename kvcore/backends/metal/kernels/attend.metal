@@ -1,11 +1,13 @@
 // Attention of one split of the rows: partial sums, maxima and normalizers, which combine.metal merges.
 //
-// T the dtype of queries, R of raw rows; D the head size; K_CODEC, V_CODEC of the pages; N query vectors at a time.
+// T the dtype of queries, R of raw rows; D the head size; K_CODEC, V_CODEC of the pages; CENTRED whether their keys
+// are; N query vectors at a time.
 // Grid: THREADS x splits x (sequences * KV heads * chunks of N vectors). Splits of pages come first.
 //
 // q         T [B, Hq, rows, D]              turned    float [B, Hkv, vectors, D]: R_K q, scaled (turbo keys only)
 // k_codes, v_codes [B, Hkv, folded, width]  k_scale, v_scale half [B, Hkv, folded, 1]
 // sink_k, sink_v, tail_k, tail_v R [B, Hkv, rows, D]
+// page_bias float [B, Hkv, vectors, pages]: R_K q · centre, scaled; page_of int [folded]: a row's page (CENTRED only)
 // sums      float [B, Hkv, vectors, splits, D]    stats float [B, Hkv, vectors, splits, 2]: maximum, normalizer
 const int kv_heads = dims[0];
 const int group = dims[1];
@@ -78,9 +80,12 @@ if (pages) {
       v_codes + sequence * v_codes_strides[0] + head * v_codes_strides[1],
       v_scale + sequence * v_scale_strides[0] + head * v_scale_strides[1],
       v_codes_strides[2], v_scale_strides[2], v_table);
+  const auto centers = page_centers<CENTRED>(
+      page_bias + sequence * page_bias_strides[0] + head * page_bias_strides[1],
+      page_of, page_bias_strides[2], page_bias_strides[3]);
   const int start = sinks + split * split_rows;
   const int stop = min(folded, start + split_rows);
-  attend_tiles<D, N>(k, v, step, start, stop, lane, simd, query, acc, peak, total);
+  attend_tiles<D, N>(k, v, centers, step, start, stop, lane, simd, query, acc, peak, total);
 } else {
   const auto k = raw_rows(
       sink_k + sequence * sink_k_strides[0] + head * sink_k_strides[1],
@@ -90,9 +95,10 @@ if (pages) {
       sink_v + sequence * sink_v_strides[0] + head * sink_v_strides[1],
       tail_v + sequence * tail_v_strides[0] + head * tail_v_strides[1],
       sink_v_strides[2], tail_v_strides[2], sinks, folded);
+  const auto no_centers = page_centers<false>(page_bias, page_of, 0, 0);
   const int start = (split - page_splits) * split_rows;
   const int stop = min(sinks + tail, start + split_rows);
-  attend_tiles<D, N>(k, v, step, start, stop, lane, simd, query, acc, peak, total);
+  attend_tiles<D, N>(k, v, no_centers, step, start, stop, lane, simd, query, acc, peak, total);
 }
 
 for (int n = 0; n < N; n++) {

@@ -91,6 +91,25 @@ inline RawRows<P> raw_rows(P sink, P tail, int64_t sink_stride, int64_t tail_str
   return rows;
 }
 
+// What the centres of pages add to the logits of their rows: R_K q · centre, for one sequence and head.
+template <bool CENTRED, typename P, typename S>
+struct PageCenters {
+  P values;
+  S page_of;
+  int64_t stride;  // of query vectors
+  int64_t page_stride;
+
+  inline float add(float logit, int vector, int row) const {
+    return CENTRED ? logit + values[vector * stride + page_of[row] * page_stride] : logit;
+  }
+};
+
+template <bool CENTRED, typename P, typename S>
+inline PageCenters<CENTRED, P, S> page_centers(P values, S page_of, int64_t stride, int64_t page_stride) {
+  PageCenters<CENTRED, P, S> centers = {values, page_of, stride, page_stride};
+  return centers;
+}
+
 // Which keys the queries of a step may see. Query row r stands at position first + r.
 struct Step {
   int rows;
@@ -112,11 +131,13 @@ struct Step {
 
 // One simdgroup attends to its tiles of 32 rows of [start, stop). L lanes share a row, so 32 / L rows are read at once,
 // each for all N query vectors. Lane j ends up with the logits of row j of the tile: scales, masks and the softmax are
-// per lane. acc holds this lane's dimensions and must be summed over the groups of L lanes afterwards.
-template <int D, int N, typename K, typename V>
+// per lane, and so is what centres add. acc holds this lane's dimensions and must be summed over the groups of L lanes
+// afterwards.
+template <int D, int N, typename K, typename V, typename C>
 inline void attend_tiles(
     const thread K& k,
     const thread V& v,
+    const thread C& centers,
     const thread Step& step,
     int start,
     int stop,
@@ -166,7 +187,8 @@ inline void attend_tiles(
     float weight[N];
     for (int n = 0; n < N; n++) {
       bool seen = live && step.sees(n, position);
-      float x = seen ? logit[n] * k_scale : LOWEST;
+      int vector = min(step.vector + n, step.vectors - 1);
+      float x = seen ? centers.add(logit[n] * k_scale, vector, row) : LOWEST;
       float top = max(peak[n], simd_max(x));
       float shrink = precise::exp2(peak[n] - top);
       float p = seen ? precise::exp2(x - top) : 0.0f;

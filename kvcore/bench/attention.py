@@ -25,7 +25,7 @@ from kvcore.bench.shape import Shape
 from kvcore.bench.timing import interleaved, timer
 from kvcore.errors import KvcoreError
 from kvcore.layout import Layout, Rotation
-from kvcore.modes import CODEC_FUNCTIONS, MODES
+from kvcore.modes import CODEC_FUNCTIONS, MODES, centred_rows, page_centers
 
 COLUMNS = (
     "shape",
@@ -244,7 +244,12 @@ def build_pages(
     planes: dict[str, torch.Tensor] = {}
     seen = []
     for part, codec, rows, rotation in (("k", layout.k, k, rotations[0]), ("v", layout.v, v, rotations[1])):
-        canonical = CODEC_FUNCTIONS[codec.name].encode(ops, rows[:, :, :folded], rotation)
+        coded, centers = rows[:, :, :folded], None
+        if codec.centred and rotation is not None:
+            centers = page_centers(ops, coded, rotation, PAGE)
+            coded = centred_rows(ops, coded, centers, rotation, PAGE)
+            planes["k_center"] = _scatter(centers, order)
+        canonical = CODEC_FUNCTIONS[codec.name].encode(ops, coded, rotation)
         native = to_native(codec, part, {n: p.unflatten(2, (count, PAGE)) for n, p in canonical.items()})
         codes = native["codes" if codec.quantized else "rows"]
         planes[part] = _scatter(codes, order)
@@ -255,6 +260,8 @@ def build_pages(
         planes[f"raw_{part}"] = _scatter(raw, raw_order)
         if keep:
             decoded = CODEC_FUNCTIONS[codec.name].decode(ops, canonical, rotation)
+            if centers is not None and rotation is not None:
+                decoded += rotation.undo(ops, centers.float()).repeat_interleave(PAGE, 2)
             seen.append(torch.cat([rows[:, :, :sinks].float(), decoded[:, :, sinks:], rows[:, :, folded:].float()], 2))
     counts = {"sinks": min(sinks, folded), "folded": folded, "length": tokens}
     tables = {

@@ -22,7 +22,7 @@ from kvcore.bench import trim
 from kvcore.bench.timing import interleaved
 from kvcore.errors import KvcoreError
 from kvcore.layout import Rotation, WindowPolicy
-from kvcore.modes import CODEC_FUNCTIONS, MODES
+from kvcore.modes import CODEC_FUNCTIONS, MODES, centred_rows
 
 COLUMNS = (
     "mode",
@@ -196,14 +196,21 @@ def fold_variant(storage: Storage) -> Variant:
 
 
 def _codes_off(s: Storage) -> float:
-    """The share of codes of the first page's V that differ from the graph operations' (rounding moves a few)."""
-    ops, codec = TorchOps(s.device), s.layout.v
+    """The share of codes of the first page that differ from the graph operations' (rounding moves a few)."""
+    ops, found = TorchOps(s.device), []
     source, target = int(s.tables.raw_table[0, 0]), int(s.tables.table[0, 0])
-    planes = {"codes": s.native.planes["v"][0, target], "scale": s.native.planes["v_scale"][0, target]}
-    got = to_canonical(codec, "v", planes, s.dim)["codes"]
-    rotation = Rotation.create(ops, 0, "v", s.dim) if codec.codebook else None
-    want = CODEC_FUNCTIONS[codec.name].encode(ops, s.raw.planes["v"][0, source][None], rotation)["codes"][0]
-    return float((got != want).float().mean())
+    for part, codec in (("k", s.layout.k), ("v", s.layout.v)):
+        if not codec.quantized:
+            continue
+        planes = {"codes": s.native.planes[part][0, target], "scale": s.native.planes[f"{part}_scale"][0, target]}
+        got = to_canonical(codec, part, planes, s.dim)["codes"]
+        rotation = Rotation.create(ops, 0, part, s.dim) if codec.codebook else None
+        rows = s.raw.planes[part][0, source][None]
+        if codec.centred and rotation is not None:
+            rows = centred_rows(ops, rows, s.native.planes["k_center"][0, target][None, :, None], rotation, PAGE)
+        want = CODEC_FUNCTIONS[codec.name].encode(ops, rows, rotation)["codes"][0]
+        found.append(float((got != want).float().mean()))
+    return max(found)
 
 
 def _limited(what: str, value: float, limit: float) -> float:

@@ -78,6 +78,11 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 CENTRED_TURBO4 = replace(CODECS["turbo4"], centred=True)  # for K: adds R q · centre to the logits of a page
 
 
+def center_skips(page: int) -> int:
+    """The first rows of a page, which stay out of its mean: those of page 0 are sinks, and far off."""
+    return min(4, page // 2)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The stored form of one layer's folded rows: a codec and a width for K and for V."""

@@ -11,15 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcore.layout import Rotation
+from kvcore.layout.planes import center_skips
 from kvcore.modes.int8 import FP16_MAX
 from kvcore.ops import Array, Ops
-
-_SKIPPED = 4  # rows that stay out of a page's mean: those of page 0 are sinks, and far off
 
 
 def page_centers(ops: Ops, rows: Array, rotation: Rotation, page: int) -> Array:
     """R times each page's mean, float16 [B, H, n, D]; rows that are not finite stay out of it."""
-    pages = _by_pages(ops, rows, page)[:, :, :, min(_SKIPPED, page // 2) :]
+    pages = _by_pages(ops, rows, page)[:, :, :, center_skips(page) :]
     finite = ops.all(ops.isfinite(pages), axis=-1, keepdims=True)
     total = ops.sum(ops.where(finite, pages, 0.0), axis=-2)
     count = ops.sum(ops.astype(finite, "float32"), axis=-2)

@@ -193,7 +193,7 @@ def gather_rows(mode: str, dim: int, dtype: str, folded: bool) -> None:
     source = Source(k, v, k, v, raw, raw)
     if folded:
         scales = (planes.get("k_scale", planes["v_scale"]), planes["v_scale"])
-        source = Source(planes["k"], planes["v"], *scales, layout.k, layout.v, 1 / 16)
+        source = Source(planes["k"], planes["v"], *scales, layout.k, layout.v, 1 / 16, planes.get("k_center"))
     pieces = torch.zeros(1, 2, 5, dtype=torch.int32)
     out = torch.float16 if folded else k.dtype
     for positions in (False, True):
@@ -210,7 +210,10 @@ def attend(mode: str, dim: int, dtype: str, group: int, n: int, rows: int) -> No
     attend_pages(
         q,
         q.half() if layout.k.quantized else q,
-        Pages(planes["k"], planes["v"], *scales, pages.raw["k"][0], pages.raw["v"][0], *tables, *counts),
+        Pages(
+            *(planes["k"], planes["v"], *scales, pages.raw["k"][0], pages.raw["v"][0], *tables, *counts),
+            k_center=planes.get("k_center"),
+        ),
         layout,
         query_rows=n,
         v_rotation=VRotation.create(0, dim, "cpu") if layout.v.codebook else None,

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kvcore.backends.cuda.native import PAGE, NativeLayout, to_canonical
-from kvcore.layout import Codec
-from kvcore.modes import MODES
+from kvcore.backends.cuda.ops import TorchOps
+from kvcore.layout import Codec, Layout, Rotation
+from kvcore.modes import CODEC_FUNCTIONS, MODES, centred_rows, page_centers
 
 
 def to_torch(x: np.ndarray, device: str) -> Tensor:
@@ -28,6 +29,23 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 def int32(values: object, device: str) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def coded(
+    ops: TorchOps, codec: Codec, rows: Tensor, rotation: Rotation | None
+) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+    """Whole pages ``rows`` [B, H, n, D] by graph operations: canonical planes, the rows decoded, and the centres [B, H,
+    pages, D] of a centred codec."""
+    functions, centers = CODEC_FUNCTIONS[codec.name], None
+    if codec.centred:
+        assert rotation is not None
+        centers = page_centers(ops, rows, rotation, PAGE)
+        rows = centred_rows(ops, rows, centers, rotation, PAGE)
+    planes = functions.encode(ops, rows, rotation)
+    decoded = functions.decode(ops, planes, rotation)
+    if centers is not None and rotation is not None:
+        decoded = decoded + rotation.undo(ops, centers.float()).repeat_interleave(PAGE, 2)
+    return planes, decoded, centers
 
 
 def poison(x: Tensor) -> Tensor:
@@ -57,6 +75,10 @@ class Storage:
         native = {"codes": self.planes[part][:, at], "scale": self.planes[f"{part}_scale"][:, at]}
         return {name: to_numpy(x) for name, x in to_canonical(codec, part, native, dim).items()}
 
+    def center(self, sequence: int, page: int) -> np.ndarray:
+        """K's centre of a sequence's native page: [layers, Hkv, D]."""
+        return to_numpy(self.planes["k_center"][:, int(self.table[sequence, page])])
+
     def codec(self, part: str) -> tuple[Codec, int]:
         layout = self.native.layout
         return (layout.k, layout.k_dim) if part == "k" else (layout.v, layout.v_dim)
@@ -85,9 +107,11 @@ def storage(
     heads: int = 2,
     layers: int = 1,
     seed: int = 0,
+    layout: Layout | None = None,
 ) -> Storage:
-    """Everything poisoned; page numbers shuffled over all sequences, with some left over."""
-    native = NativeLayout(MODES[mode].layout(dim), dtype)
+    """Everything poisoned; page numbers shuffled over all sequences, with some left over. ``layout``: another than the
+    mode's."""
+    native = NativeLayout(layout or MODES[mode].layout(dim), dtype)
     folded = folded or [0] * len(lengths)
     rng = np.random.default_rng(seed)
     width = -(-max(*lengths, 1) // PAGE) + 1

@@ -10,14 +10,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="the package torch is not installed")
 triton = pytest.importorskip("triton", reason="the package triton is not installed")
 
-from paging import int32
+from paging import coded, int32
 
 from kvcore.backends.cuda.attend import LaunchConfig, Pages, VRotation, attend_pages, choose_config
 from kvcore.backends.cuda.native import PAGE, to_native
 from kvcore.backends.cuda.ops import TorchOps
 from kvcore.backends.reference import spec
-from kvcore.layout import CODECS, Codec, Layout, Rotation
-from kvcore.modes import CODEC_FUNCTIONS
+from kvcore.layout import CENTRED_TURBO4, CODECS, Codec, Layout, Rotation
 
 LAYER = 3
 PAIRS = [
@@ -47,6 +46,7 @@ class Case:
     window: int | None = None
     v_rms: float = 1.0
     loud_page: bool = False
+    centre: float | None = 2.0  # size of the mean that a turbo4 page's keys have; None: a codec without centres
     dead: tuple[int, int] = (0, 0)  # rows of every sequence that were trimmed
 
     def __post_init__(self) -> None:
@@ -55,7 +55,8 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        return Layout(CODECS[self.k], CODECS[self.v], self.dim, self.dim)
+        k = CENTRED_TURBO4 if self.k == "turbo4" and self.centre is not None else CODECS[self.k]
+        return Layout(k, CODECS[self.v], self.dim, self.dim)
 
 
 def error(case: Case, device: str, config: LaunchConfig | None, *, double_v_scales: bool = False) -> float:
@@ -123,6 +124,9 @@ def _pages(
         for b, (length, folded) in enumerate(zip(case.lengths, case.folded, strict=True)):
             rows = rng.standard_normal((1, case.kv_heads, length, case.dim)).astype(np.float32)
             rows *= case.v_rms if part == "v" else 1.0
+            if part == "k" and codec.centred:
+                means = rng.standard_normal((1, case.kv_heads, -(-length // PAGE), case.dim)) * case.centre
+                rows += np.repeat(means, PAGE, 2)[:, :, :length].astype(np.float32)
             if case.loud_page and part == "v":
                 rows[:, :, :PAGE] *= 100
             x = torch.from_numpy(rows).to(device, dtype)
@@ -182,10 +186,10 @@ def _fold(
 ) -> torch.Tensor:
     """Store the folded rows natively, and return them decoded [H, folded, D] float32."""
     rotation = Rotation.create(ops, LAYER, part, case.dim) if codec.codebook else None
-    canonical = CODEC_FUNCTIONS[codec.name].encode(ops, x[:, :, :folded], rotation)
+    canonical, decoded, centers = coded(ops, codec, x[:, :, :folded], rotation)
     native = to_native(codec, part, {name: p.unflatten(2, (-1, PAGE)) for name, p in canonical.items()})
-    for name, plane in native.items():
-        key = f"{part}_scale" if name == "scale" else part
+    for name, plane in (native | ({} if centers is None else {"center": centers})).items():
+        key = f"{part}_{name}" if name in ("scale", "center") else part
         if key not in planes:
             count = sum(case.folded) // PAGE + 2
             planes[key] = torch.zeros(
@@ -193,7 +197,7 @@ def _fold(
             )
         for i in range(folded // PAGE):
             planes[key][table[i]] = plane[0, :, i]
-    return CODEC_FUNCTIONS[codec.name].decode(ops, canonical, rotation)[0]
+    return decoded[0]
 
 
 def config(
@@ -240,6 +244,21 @@ def test_launch_shapes(warps: int, tiles: int, device: str) -> None:
     """Every division of the same work gives the same result."""
     case = Case("int8", "turbo4", lengths=(700,), folded=(512,))
     assert error(case, device, LaunchConfig(warps, tiles, 1, 3, 2, 8)) < (1e-5 if device == "cpu" else 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("warps", "tiles", "stages", "splits"),
+    [(1, 2, 0, 2), (1, 4, 2, 1), (2, 4, 2, 1), (2, 4, 0, 3), (4, 8, 0, 1), (1, 1, 3, 5)],
+)
+def test_each_page_has_its_own_centre(warps: int, tiles: int, stages: int, splits: int, device: str) -> None:
+    """Programs that begin within a page, warps without a page, several pages for each."""
+    case = Case("turbo4", "turbo4", centre=8.0, lengths=(900, 600), folded=(640, 384), kv_heads=2)
+    config = LaunchConfig(warps, tiles, 1, splits, 1, 8, stages, stages)
+    assert error(case, device, config) < (3e-6 if device == "cpu" else 2e-3)
+
+
+def test_keys_of_turbo4_without_centres(device: str) -> None:
+    check(Case("turbo4", "turbo4", centre=None, lengths=(400,), folded=(256,)), device)
 
 
 @pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 259])

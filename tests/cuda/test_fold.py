@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracle import assert_planes_follow_spec, cast, decode_planes, encode, gaussian, relative_mse, unpack_bits
+from oracle import (
+    assert_centers_follow_spec,
+    assert_planes_follow_spec,
+    cast,
+    decode_planes,
+    encode,
+    gaussian,
+    means_of_rows,
+    relative_mse,
+    unpack_bits,
+)
 
 torch = pytest.importorskip("torch", reason="the package torch is not installed")
 triton = pytest.importorskip("triton", reason="the package triton is not installed")
@@ -18,7 +28,7 @@ from kvcore.backends.cuda.kernels.quantize import nearest_level
 from kvcore.backends.cuda.kernels.rotate import rotation_matrices
 from kvcore.backends.cuda.native import PAGE
 from kvcore.backends.reference import spec
-from kvcore.layout import CODECS
+from kvcore.layout import CODECS, Layout
 
 RECENT = 128
 DUE = RECENT + PAGE  # raw rows at which the first page folds
@@ -65,13 +75,23 @@ def assert_page(pages: Storage, sequence: int, page: int, rows: dict[str, np.nda
             continue
         for layer in range(want.shape[0]):
             planes = {name: x[layer : layer + 1] for name, x in got.items()}
-            assert_planes_follow_spec(codec.name, planes, want[layer : layer + 1], layer=layer, part=part)
+            own = want[layer : layer + 1]
+            if codec.centred:
+                own = less_center(own, pages.center(sequence, page)[layer], layer)
+            assert_planes_follow_spec(codec.name, planes, own, layer=layer, part=part)
+
+
+def less_center(rows: np.ndarray, center: np.ndarray, layer: int = 0) -> np.ndarray:
+    """Rows [1, H, 128, D] less the stored centre [H, D], which follows the specification."""
+    assert_centers_follow_spec(center[None, :, None], rows, layer, PAGE)
+    return rows.astype(np.float64) - means_of_rows(center[None, :, None], (PAGE,), layer)
 
 
 def folded_rows(codec: str, part: str, rows: np.ndarray, dtype: str, device: str) -> dict[str, np.ndarray]:
-    """Canonical planes [1, 1, 128, width] of one page of ``rows`` [128, D]."""
-    mode = {"int8": "int8", "turbo4": "turbo4", "turbo3": "turbo3-asym"}[codec]
-    pages = storage(mode, rows.shape[-1], [DUE], device, dtype=dtype, heads=1)
+    """Canonical planes [1, 1, 128, width] of one page of ``rows`` [128, D], without a centre."""
+    dim, other = rows.shape[-1], CODECS["raw"]
+    layout = Layout(*((CODECS[codec], other) if part == "k" else (other, CODECS[codec])), dim, dim)
+    pages = storage("", dim, [DUE], device, dtype=dtype, heads=1, layout=layout)
     fill(pages, 0, DUE, dtype)
     pages.write_rows(part, 0, cast(rows, dtype)[None, None])
     fold(pages)
@@ -232,6 +252,73 @@ def test_B100_padded_lanes_influence_nothing(device: str, dim: int, low: float) 
     for codec, part in (("int8", "k"), ("int8", "v"), ("turbo4", "k"), ("turbo4", "v")):
         planes = folded_rows(codec, part, rows, "float32", device)
         assert_planes_follow_spec(codec, planes, rows[None, None], part=part, near=1e-5)
+
+
+def folded_centred(rows: np.ndarray, dtype: str, device: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Canonical planes [1, 1, 128, width] of K of a turbo4 page ``rows`` [128, D], and its centre [1, D]."""
+    pages = storage("turbo4", rows.shape[-1], [DUE], device, dtype=dtype, heads=1)
+    fill(pages, 0, DUE, dtype)
+    pages.write_rows("k", 0, cast(rows, dtype)[None, None])
+    fold(pages)
+    return pages.canonical("k", 0, 0), pages.center(0, 0)[0]
+
+
+def offset_rows(dim: int, offset: float, dtype: str = "float32") -> np.ndarray:
+    """Rows [128, D] around a mean of that size."""
+    rows: np.ndarray = gaussian(PAGE, dim, seed=4, dtype=dtype) + gaussian(1, dim, rms=offset, seed=5, dtype=dtype)
+    return cast(rows, dtype)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("offset", [0.0, 3.0, 50.0])
+def test_a_centred_page_is_that_of_the_specification(device: str, dtype: str, dim: int, offset: float) -> None:
+    rows = offset_rows(dim, offset, dtype)
+    rows[:4] = 1000  # sinks, which stay out of the mean
+    planes, center = folded_centred(rows, dtype, device)
+    near = 1e-4 * max(1.0, offset)
+    assert_planes_follow_spec("turbo4", planes, less_center(rows[None, None], center), near=near)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_C3_a_non_finite_row_stays_out_of_the_centre(device: str, bad: float) -> None:
+    rows = offset_rows(64, 3.0, "float16")
+    rows[77, 5] = bad
+    planes, center = folded_centred(rows, "float16", device)
+    assert (planes["scale"][0, 0, 77] == 0).all()
+    assert (planes["codes"][0, 0, 77] == 0).all()
+    less = less_center(rows[None, None], center)
+    others = np.delete(np.arange(PAGE), 77)
+    assert_planes_follow_spec("turbo4", {name: x[:, :, others] for name, x in planes.items()}, less[:, :, others])
+
+
+def test_a_page_of_nothing_finite_has_no_centre(device: str) -> None:
+    planes, center = folded_centred(np.full((PAGE, 64), np.inf, np.float32), "float32", device)
+    assert not center.any()
+    assert not planes["scale"].any()
+
+
+def test_rows_that_are_their_mean_decode_to_it(device: str) -> None:
+    rows = np.broadcast_to(np.linspace(-2, 2, 64, dtype=np.float32), (PAGE, 64)).copy()
+    planes, center = folded_centred(rows, "float32", device)
+    back = decode_planes(planes, "turbo4", 0, "k", 64) + means_of_rows(center[None, :, None], (PAGE,), 0)
+    assert np.abs(back[0, 0] - rows).max() < 4e-3  # half a step of the centre, and what is left of it
+
+
+@pytest.mark.parametrize("value", [1e5, 3e38])
+def test_C10_a_centre_beyond_fp16_stays_finite(device: str, value: float) -> None:
+    rows = offset_rows(64, 3.0)
+    rows[:, 9] = value
+    planes, center = folded_centred(rows, "bfloat16", device)
+    assert np.isfinite(planes["scale"]).all()
+    assert np.abs(center).max() <= 65504
+
+
+@pytest.mark.parametrize("absmax", [1e-5, 1e-18, 1e-42])
+def test_B03_small_rows_have_a_centre_no_larger(device: str, absmax: float) -> None:
+    planes, center = folded_centred(scaled_to(absmax, 64), "float32", device)
+    assert np.isfinite(planes["scale"]).all()
+    assert np.abs(center).max() <= max(absmax, 2.0**-24)
 
 
 def test_B01_int8_scales_are_rounded_up_and_nothing_clips(device: str) -> None:

@@ -63,6 +63,7 @@ class Paged:
         pages = Pages(
             *(planes["k"], planes["v"], *scales, self.raw.planes["k"][0], self.raw.planes["v"][0]),
             *(t.table, t.raw_table, t.ranges, t.raw_ranges, t.sink_pages, t.sinks, t.folded, t.lengths),
+            k_center=planes.get("k_center"),
         )
         layout = self.native.layout
         rotation = VRotation.create(0, DIM, self.device) if layout.v.codebook else None

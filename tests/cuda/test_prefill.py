@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the package torch is not installed")
 triton = pytest.importorskip("triton", reason="the package triton is not installed")
 
-from paging import int32, poison
+from paging import coded, int32, poison
 from torch import Tensor
 
 from kvcore.backends.cuda import dense as dense_module
@@ -23,8 +23,7 @@ from kvcore.backends.cuda.ops import TorchOps
 from kvcore.backends.cuda.prefill import PrefillPlan, attend_prefill
 from kvcore.backends.reference import spec
 from kvcore.errors import KvcoreError
-from kvcore.layout import CODECS, Layout, Rotation
-from kvcore.modes import CODEC_FUNCTIONS
+from kvcore.layout import CENTRED_TURBO4, CODECS, Layout, Rotation
 
 LAYER = 3
 PAIRS = [
@@ -63,7 +62,8 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        return Layout(CODECS[self.k], CODECS[self.v], self.dim, self.dim)
+        k = CENTRED_TURBO4 if self.k == "turbo4" else CODECS[self.k]
+        return Layout(k, CODECS[self.v], self.dim, self.dim)
 
     @property
     def host(self) -> list[tuple[int, int, int]]:
@@ -145,6 +145,9 @@ def storage(case: Case, device: str, seed: int = 0) -> Storage:
             x = rng.standard_normal((case.heads, length, case.dim)) * rms
             if case.loud_page and part == "v":
                 x[:, : min(PAGE, length)] *= 100
+            if part == "k" and case.layout.k.centred:
+                means = 2 * rng.standard_normal((case.heads, -(-length // PAGE), case.dim))
+                x += np.repeat(means, PAGE, 1)[:, :length]
             rows = torch.from_numpy(x).to(device, dtype)
             what = rows.float()
             if folded:
@@ -204,17 +207,16 @@ def _fold(
     """Store folded rows [Hkv, slots, D] natively, dead and shadowed ones poisoned; return them decoded."""
     codec = case.layout.k if part == "k" else case.layout.v
     rotation = Rotation.create(ops, LAYER, part, case.dim) if codec.codebook else None
-    canonical = CODEC_FUNCTIONS[codec.name].encode(ops, rows[None], rotation)
-    decoded = CODEC_FUNCTIONS[codec.name].decode(ops, canonical, rotation)[0]
+    canonical, decoded, centers = coded(ops, codec, rows[None], rotation)
     dead = ~alive[: rows.shape[1]]
     dead[: case.host[b][0]] = True
     name = "scale" if codec.quantized else "rows"
     canonical[name] = canonical[name].masked_fill(dead[:, None], float("nan"))
     native = to_native(codec, part, {key: x.unflatten(2, (-1, PAGE)) for key, x in canonical.items()})
-    for key, plane in native.items():
+    for key, plane in (native | ({} if centers is None else {"center": centers})).items():
         for e, page in enumerate(tables["table"][b]):
-            planes[f"{part}_scale" if key == "scale" else part][page] = plane[0, :, e]
-    return decoded
+            planes[f"{part}_{key}" if key in ("scale", "center") else part][page] = plane[0, :, e]
+    return decoded[0]
 
 
 def _pages(case: Case, planes: dict[str, Tensor], tables: dict[str, Any], device: str) -> Pages:

@@ -19,6 +19,7 @@ MAX_SPLITS = 128  # the combining program holds one row of each in registers
 NO_WINDOW = 1 << 30
 MERGE_SLICE, MERGE_WARPS = 32, 4  # dimensions of a merging program, its warps
 REGISTERS = 216  # of a thread: with eight warps on a multiprocessor, the merging program still fits beside them
+RING_REGISTERS = 168  # where tiles go through shared memory: twelve warps fit
 _TABLES = {"raw": 0, "int8": 0, "turbo4": TURBO4_LOW, "turbo3": TURBO3_MAGNITUDES}
 
 
@@ -35,6 +36,7 @@ class Pages:
     sink_page, sinks, folded, length   int32 [sequences]: the raw page of the sinks and how many (at most 16) it holds,
                                        folded slots, all slots (those of the raw tail are length - folded), dead ones
                                        included
+    k_center          fp16 [pages, Hkv, D] in K's rotated basis, where its codec is centred
     """
 
     k: torch.Tensor
@@ -51,6 +53,7 @@ class Pages:
     sinks: torch.Tensor
     folded: torch.Tensor
     length: torch.Tensor
+    k_center: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +168,15 @@ def attend_pages(
     out = torch.empty_like(q, dtype=out_dtype)
     signs = None if v_rotation is None else v_rotation.signs
     terms = v_rotation.terms if v_rotation is not None and signs is None else None
+    center = pages.k_scale
+    if layout.k.centred:
+        assert pages.k_center is not None
+        center = pages.k_center.view(torch.int32)
     overlap = gpu.overlap_options(q.device)
-    registers = {} if config.stages else {"maxnreg": REGISTERS}
+    registers = RING_REGISTERS if config.stages else REGISTERS
     attend_splits[(rows * blocks, splits)](
-        q_rotated, q, pages.k, pages.v, pages.k_scale, pages.v_scale, pages.raw_k, pages.raw_v,
+        q_rotated, q, pages.k, pages.v, pages.k_scale, pages.v_scale,
+        center, pages.raw_k, pages.raw_v,
         pages.table, pages.raw_table, pages.ranges, pages.raw_ranges, pages.sink_page, pages.sinks, pages.folded,
         pages.length, pages.length if signs is None else signs, partial, peak, total,
         (scale or 1 / sqrt(dim)) * log2(e), pages.table.shape[1], pages.raw_table.shape[1],
@@ -176,8 +184,8 @@ def attend_pages(
         KC=layout.k.name, VC=layout.v.name, D=dim, HKV=kv_heads, GROUP=group, COLUMNS=columns, NP=config.columns,
         W=config.warps, MT=config.tiles, RAW_MT=config.raw_tiles, RAW_SPLITS=config.raw_splits,
         CAUSAL=query_rows > 1 or window is not None, HARDWARE=gpu.capability(q.device) >= (8, 9),
-        UNDO=signs is not None, STAGES=config.stages, RAW_STAGES=config.raw_stages, num_warps=config.warps, **registers,
-        **overlap,
+        UNDO=signs is not None, STAGES=config.stages, RAW_STAGES=config.raw_stages, CENTRED=layout.k.centred,
+        num_warps=config.warps, maxnreg=registers, **overlap,
     )  # fmt: skip
     padded = triton.next_power_of_2(dim)
     together = _columns_together(rows, columns, splits)

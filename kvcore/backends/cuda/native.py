@@ -65,7 +65,7 @@ class NativePlane:
 
 @dataclass(frozen=True, slots=True)
 class NativeLayout:
-    """The planes of folded pages: "k", "v" and, where quantized, "k_scale", "v_scale".
+    """The planes of folded pages: "k", "v" and, where quantized, "k_scale", "v_scale"; where K is centred, "k_center".
 
     ``dtype`` is the compute dtype, that of raw rows. Raises UnsupportedError with `reasons_against`.
     """
@@ -93,7 +93,8 @@ def _planes(part: str, codec: Codec, dim: int, dtype: str) -> tuple[NativePlane,
     if not codec.quantized:
         return (NativePlane(part, (PAGE, dim), dtype),)
     words = PAGE * dim * code_bits(codec) // 32
-    return NativePlane(part, (words,), "int32"), NativePlane(f"{part}_scale", (PAGE,), "float16")
+    planes = NativePlane(part, (words,), "int32"), NativePlane(f"{part}_scale", (PAGE,), "float16")
+    return (*planes, NativePlane(f"{part}_center", (dim,), "float16")) if codec.centred else planes
 
 
 def code_bits(codec: Codec) -> int:

@@ -126,7 +126,8 @@ class PagedStorage:
         raw = self.tokens - folded + self.tables.rows_sinks(0)
         rows = shape.batch * shape.num_layers * shape.num_kv_heads
         raw_bytes = shape.layout.raw_bytes_per_token(shape.dtype)
-        return rows * (raw * raw_bytes + folded * shape.layout.bytes_per_token(shape.dtype))
+        pages = len({entry.page for entry in self.tables.entries(0)[0]})
+        return rows * (raw * raw_bytes + shape.layout.folded_bytes(shape.dtype, folded, pages))
 
     def start_step(self, count: int) -> None:
         """Room for ``count`` new rows of every sequence, on the host and in the device's tables.
@@ -222,7 +223,8 @@ class PagedStorage:
     def load(self, views: Sequence[KVView], first_rows: int, folding: bool) -> None:
         """Take canonical rows into this empty storage: see `kvcore.cache.RowStorage.load`."""
         view, rows = views[0], range(self.shape.batch)
-        sinks, native, raw = view.sinks, page_sizes(view.folded), page_sizes(view.tokens - view.folded)
+        sinks, raw = view.sinks, page_sizes(view.tokens - view.folded)
+        native = list(view.page_rows) or page_sizes(view.folded)  # rows stay with their centre
         with self._on_device(), self._or_say_why(view.tokens):
             for pool, pages in ((self.native, len(native)), (self.raw, len(raw) + (sinks > 0))):
                 make_free(pool, pages * self.shape.batch, self.pools, self.shape.budget)
@@ -337,6 +339,7 @@ class PagedStorage:
             v_scale=v_scale,
             raw_k=raw["k"][layer],
             raw_v=raw["v"][layer],
+            k_center=folded["k_center"][layer] if "k_center" in folded else None,
             **tables,
         )
 

@@ -44,6 +44,9 @@ def write_layer(
             if native is not None and folded:
                 own = {name: plane[row] for name, plane in stored.items()}
                 _write_folded(native, layer, part, codec, folded, own, shape.dtype)
+                if codec.centred:
+                    index = torch.tensor([entry.page for entry in folded], device=pages.device)
+                    native.planes["k_center"][layer, index] = ops.asarray(view.k_centers)[row].transpose(0, 1)
 
 
 def _pieces(entries: Sequence[Entry], rows: Tensor) -> Iterator[tuple[Entry, Tensor]]:

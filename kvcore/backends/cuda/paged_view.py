@@ -21,6 +21,7 @@ def view_layer(shape: CacheShape, tables: BlockTables, raw: PagePool, native: Pa
     k = _part(tables, raw, native, layer, "k", layout.k, layout.k_dim)
     v = _part(tables, raw, native, layer, "v", layout.v, layout.v_dim)
     ops = TorchOps(str(raw.planes["k"].device))
+    centers, page_rows = _centers(tables, native, layer) if native is not None and layout.k.centred else (None, ())
     return KVView(
         layout=layout,
         sinks=sinks,
@@ -33,7 +34,20 @@ def view_layer(shape: CacheShape, tables: BlockTables, raw: PagePool, native: Pa
         tail_v=v[2],
         k_rotation=Rotation.create(ops, layer, "k", layout.k_dim) if layout.k.codebook else None,
         v_rotation=Rotation.create(ops, layer, "v", layout.v_dim) if layout.v.codebook else None,
+        k_centers=centers,
+        page_rows=page_rows,
     )
+
+
+def _centers(tables: BlockTables, native: PagePool, layer: int) -> tuple[Tensor, tuple[int, ...]]:
+    """K's centres [B, Hkv, pages, D] and the live rows of each page; a page with a hole is two entries of a table."""
+    plane, found = native.planes["k_center"][layer], []
+    for row in range(len(tables.lengths)):
+        by_page = {entry.page: 0 for entry in tables.entries(row)[0]}
+        for entry in tables.entries(row)[0]:
+            by_page[entry.page] += entry.rows
+        found.append(plane[torch.tensor([*by_page], dtype=torch.int64, device=plane.device)].transpose(0, 1))
+    return torch.stack(found), tuple(by_page.values())
 
 
 def _part(

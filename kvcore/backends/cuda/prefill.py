@@ -141,7 +141,7 @@ class _Step:
         pages, raw = self.pages, CODECS["raw"]
         if block.folded:
             codecs = (self.layout.k, self.layout.v)
-            source = Source(pages.k, pages.v, pages.k_scale, pages.v_scale, *codecs, 1 / K_DIVISOR)
+            source = Source(pages.k, pages.v, pages.k_scale, pages.v_scale, *codecs, 1 / K_DIVISOR, pages.k_center)
         else:
             source = Source(pages.raw_k, pages.raw_v, pages.raw_k, pages.raw_v, raw, raw)
         table = (pages.table if block.folded else pages.raw_table)[batch.sequences]

@@ -26,10 +26,12 @@ from kvcore.backends.cuda.kernels.hadamard import undo_rotation
 from kvcore.backends.cuda.kernels.rotate import exact_product
 from kvcore.backends.cuda.kernels.tiles import (
     PAGE,
+    center_operand,
     k_dimension,
     k_layout,
     k_operand,
     k_shared,
+    load_center,
     load_k,
     load_scale,
     load_signs,
@@ -83,9 +85,18 @@ def _entry(at, seq, slots, STRIDE):
 
 
 @jit
-def _first_slot(i, RAW: tl.constexpr, W: tl.constexpr, T: tl.constexpr, LANE: tl.constexpr):
-    """Of each warp's tile of step i, within the part; -1 for the tile of the sinks, the first of a raw part."""
-    tile = i * W + gl.arange(0, W, LANE)
+def _first_slot(i, RAW: tl.constexpr, W: tl.constexpr, T: tl.constexpr, CENTRED: tl.constexpr, LANE: tl.constexpr):
+    """Of each warp's tile of step i, within the part; -1 for the tile of the sinks, the first of a raw part.
+
+    Warps take turns, tile by tile. Where pages have centres, a warp keeps to its page: it needs each centre once.
+    """
+    TURNS: gl.constexpr = PAGE // T
+    tile = gl.arange(0, W, LANE)
+    if CENTRED and W > 1:
+        step = tile * 0 + i
+        tile = (step // TURNS * W + tile) * TURNS + step % TURNS
+    else:
+        tile += i * W
     return gl.where(tile == 0, -1, (tile - 1) * T) if RAW else tile * T
 
 
@@ -138,12 +149,48 @@ def _values(
 
 
 @jit
+def _center(C, page, h, HKV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, CENTRED: tl.constexpr):
+    """The centre of each warp's page (the page stands in where there is none)."""
+    center = page
+    if CENTRED:
+        center = load_center(C, page.to(gl.int64) * HKV + h, D, W)
+    return center
+
+
+@jit
+def _shift(center, q, scale, m, D: tl.constexpr, W: tl.constexpr, NP: tl.constexpr):
+    """What each warp's centre adds to the logits of a column: [W, NP], in m's layout."""
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    operand = center_operand(center, gl.DotOperandLayout(0, acc_layout, 2), D, W)
+    return gl.max(mma(operand, q, gl.zeros([W, 16, NP], gl.float32, acc_layout)), 1) * scale
+
+
+@jit
+def _turn_page(
+    shift, center, coming, i, begin, q, scale, m, C, TABLE, SINK, seq, h, slots, STRIDE,
+    RAW: tl.constexpr, D: tl.constexpr, HKV: tl.constexpr, W: tl.constexpr, T: tl.constexpr, NP: tl.constexpr,
+    CENTRED: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """Where step i is a program's first or begins pages: what their centres add. A centre is loaded a page before it is
+    used, and the page's number (``coming``) one earlier."""
+    if CENTRED:
+        TURNS: gl.constexpr = PAGE // T  # steps of a warp in a page
+        if (i == begin) | ((i - begin + begin % TURNS) % TURNS == 0):
+            shift = _shift(center, q, scale, m, D, W, NP)
+            center = _center(C, coming, h, HKV, D, W, CENTRED)
+            coming = _page(_first_slot(i + 2 * TURNS, RAW, W, T, CENTRED, LANE), TABLE, SINK, seq, slots, STRIDE, RAW)
+    return shift, center, coming
+
+
+@jit
 def _update(
-    s, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
+    s, shift, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
     RAW: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, NP: tl.constexpr, W: tl.constexpr,
-    MT: tl.constexpr, CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, DTYPE: tl.constexpr,
+    MT: tl.constexpr, CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, DTYPE: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """One tile into the running maximum m, normalizer l and sum acc; s [W, T, NP] are K's codes times q.
+
+    The page's centre adds ``shift`` to every logit of a column: the maximum takes it in, and no logit has to.
 
     Where V has scales, a row's weight is the probability times its scale: log2 of the scale is added to the logit, so
     that the largest weight is 1 whatever the range of V. The normalizer takes the scale out again.
@@ -164,9 +211,13 @@ def _update(
             here = gl.where(at[:, None] < 0, t[None, :], here)  # sinks are the first rows
         seen = (here[:, :, None] <= position[None, None, :]) & (here[:, :, None] > position[None, None, :] - window)
         s = gl.where(seen, s, LOWEST)
-    peak = gl.maximum(m, gl.max(s, 1))
+    if CENTRED:
+        peak = gl.maximum(m, gl.max(s, 1) + shift)
+        p = gl.exp2(s - (peak - shift)[:, None, :])
+    else:
+        peak = gl.maximum(m, gl.max(s, 1))
+        p = gl.exp2(s - peak[:, None, :])
     shrink = gl.exp2(m - peak)
-    p = gl.exp2(s - peak[:, None, :])
     l = l * shrink[:, None, :] + (p if VC == "raw" else p * gl.exp2(-v_log)[:, :, None])
     acc = acc * shrink[:, None, :]
     probabilities = p_operand(p.to(DTYPE if VC == "raw" else UNPACKED), b_layout, W, MT, NP)
@@ -176,17 +227,18 @@ def _update(
 
 @jit
 def _stream(
-    Q, K, V, KS, VS, TABLE, RANGES, SINK, SIGNS, PO, PM, PL,
+    Q, K, V, KS, VS, C, TABLE, RANGES, SINK, SIGNS, PO, PM, PL,
     row, slot, seq, h, col0, columns, begin, end, sinks, slots, offset, length, scale, STRIDE, window,
     k_table, v_table,
     RAW: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, HKV: tl.constexpr,
     GROUP: tl.constexpr, NP: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, UNDO: tl.constexpr, OVERLAP: tl.constexpr,
+    CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, UNDO: tl.constexpr, OVERLAP: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (arXiv 2205.14135) of one program over steps begin .. end of its part; writes a partial result.
 
-    With OVERLAP the append before it may still run: it writes queries and the newest rows, all else stands. With STAGES 0 the next tile is loaded to registers, each part after the last use of its predecessor. Else copies
-    of the next STAGES - 1 tiles to shared memory run meanwhile; a lane copies what it will read itself.
+    With OVERLAP the append before it may still run: it writes queries and the newest rows, all else stands. With STAGES 0
+    the next tile is loaded to registers, each part after the last use of its predecessor. Else copies of the next
+    STAGES - 1 tiles to shared memory run meanwhile; a lane copies what it will read itself.
     """
     T: gl.constexpr = 16 * MT
     DP: gl.constexpr = padded(D)
@@ -198,11 +250,17 @@ def _stream(
     rows_layout: gl.constexpr = gl.SliceLayout(2, acc_layout)
     warp_rows: gl.constexpr = gl.SliceLayout(1, rows_layout)
     DTYPE: gl.constexpr = V.dtype.element_ty
-    at = _first_slot(begin, RAW, W, T, warp_rows)
+    at = _first_slot(begin, RAW, W, T, CENTRED, warp_rows)
     page = _page(at, TABLE, SINK, seq, slots, STRIDE, RAW)
     first, last = _live(at, RANGES, seq, sinks, slots, STRIDE, RAW)
+    center = _center(C, page, h, HKV, D, W, CENTRED)
+    coming = page
+    if CENTRED:
+        after = _first_slot(begin + PAGE // T, RAW, W, T, CENTRED, warp_rows)
+        coming = _page(after, TABLE, SINK, seq, slots, STRIDE, RAW)
     k_table, v_table = hold(k_table), hold(v_table)
     m = gl.full([W, NP], LOWEST, gl.float32, cols_layout)
+    shift = gl.zeros([W, NP], gl.float32, cols_layout)
     l = gl.zeros([W, T, NP], gl.float32, acc_layout)
     acc = gl.zeros([W, DP, NP], gl.float32, acc_layout)
     d = gl.arange(0, DP, gl.SliceLayout(1, out_layout))
@@ -227,7 +285,7 @@ def _stream(
             sign_ring = gl.allocate_shared_memory(V.dtype.element_ty, [STAGES, W, VX, VE], plain)
         for j in tl.static_range(STAGES - 1):
             if begin + j < end:
-                near = _first_slot(begin + j, RAW, W, T, warp_rows)
+                near = _first_slot(begin + j, RAW, W, T, CENTRED, warp_rows)
                 page = _page(near, TABLE, SINK, seq, slots, STRIDE, RAW)
                 low, high = _live(near, RANGES, seq, sinks, slots, STRIDE, RAW)
                 _keys(k_ring.index(j), ks_ring.index(j), K, KS, page, near, low, high, h, HKV, KC, D, W, MT, True)
@@ -240,7 +298,7 @@ def _stream(
             wait_for_previous()
         q = _load_q(Q, row, columns, col0, b_layout, KC, D, W, NP)
         # Table entries are read a step before they are used.
-        ahead = _first_slot(begin + STAGES - 1, RAW, W, T, warp_rows)
+        ahead = _first_slot(begin + STAGES - 1, RAW, W, T, CENTRED, warp_rows)
         page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
         low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
         for i in range(loop_bound(begin), loop_bound(end)):
@@ -256,22 +314,26 @@ def _stream(
                     HKV, VC, D, W, MT, True,
                 )  # fmt: skip
             commit()
-            ahead = _first_slot(i + STAGES, RAW, W, T, warp_rows)
+            ahead = _first_slot(i + STAGES, RAW, W, T, CENTRED, warp_rows)
             page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
             low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
             k = k_ring.index(now).load(k_layout(KC, D, W, MT))
             s = mma(
                 k_operand(k, k_table, a_layout, KC, D, W, MT, HARDWARE), q, gl.zeros([W, T, NP], gl.float32, acc_layout)
             )
+            shift, center, coming = _turn_page(
+                shift, center, coming, i, begin, q, scale, m, C, TABLE, SINK, seq, h, slots, STRIDE,
+                RAW, D, HKV, W, T, NP, CENTRED, warp_rows,
+            )  # fmt: skip
             v = v_ring.index(now).load(v_layout(VC, D, W, MT))
             signs = sign_ring.index(now).load(v_layout(VC, D, W, MT)) if VC == "turbo3" else at
             ks = ks_ring.index(now).load(scale_layout(W, MT)) if KC != "raw" else at
             vs = vs_ring.index(now).load(scale_layout(W, MT)) if VC != "raw" else at
             m, l, acc = _update(
-                s, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
-                RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE,
+                s, shift, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
+                RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE, CENTRED,
             )  # fmt: skip
-            at = _first_slot(i + 1, RAW, W, T, warp_rows)
+            at = _first_slot(i + 1, RAW, W, T, CENTRED, warp_rows)
             first, last = _live(at, RANGES, seq, sinks, slots, STRIDE, RAW)
     else:
         k, ks = _keys(K, K, K, KS, page, at, first, last, h, HKV, KC, D, W, MT, False)
@@ -280,7 +342,7 @@ def _stream(
             wait_for_previous()
         q = _load_q(Q, row, columns, col0, b_layout, KC, D, W, NP)
         # Pages are looked up a step before the loads that need them.
-        ahead = _first_slot(gl.minimum(begin + 1, end - 1), RAW, W, T, warp_rows)
+        ahead = _first_slot(gl.minimum(begin + 1, end - 1), RAW, W, T, CENTRED, warp_rows)
         page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
         low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
         for i in range(loop_bound(begin), loop_bound(end)):
@@ -288,13 +350,17 @@ def _stream(
                 k_operand(k, k_table, a_layout, KC, D, W, MT, HARDWARE), q, gl.zeros([W, T, NP], gl.float32, acc_layout)
             )
             k, next_ks = _keys(K, K, K, KS, page, ahead, low, high, h, HKV, KC, D, W, MT, False)
+            shift, center, coming = _turn_page(
+                shift, center, coming, i, begin, q, scale, m, C, TABLE, SINK, seq, h, slots, STRIDE,
+                RAW, D, HKV, W, T, NP, CENTRED, warp_rows,
+            )  # fmt: skip
             m, l, acc = _update(
-                s, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
-                RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE,
+                s, shift, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
+                RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE, CENTRED,
             )  # fmt: skip
             v, signs, vs = _values(V, V, V, V, VS, page, ahead, low, high, h, HKV, VC, D, W, MT, False)
             ks, at, first, last = next_ks, ahead, low, high
-            ahead = _first_slot(gl.minimum(i + 2, end - 1), RAW, W, T, warp_rows)
+            ahead = _first_slot(gl.minimum(i + 2, end - 1), RAW, W, T, CENTRED, warp_rows)
             page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
             low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
 
@@ -317,18 +383,19 @@ def _stream(
 
 @jit
 def attend_splits(
-    Q, Q_RAW, K, V, KS, VS, RAW_K, RAW_V, TABLE, RAW_TABLE, RANGES, RAW_RANGES, SINK, SINKS, FOLDED, LENGTH, SIGNS,
+    Q, Q_RAW, K, V, KS, VS, C, RAW_K, RAW_V, TABLE, RAW_TABLE, RANGES, RAW_RANGES, SINK, SINKS, FOLDED, LENGTH, SIGNS,
     PO, PM, PL,
     scale, STRIDE, RAW_STRIDE, window, k_table, v_table,
     KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr,
     COLUMNS: tl.constexpr, NP: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RAW_MT: tl.constexpr,
     RAW_SPLITS: tl.constexpr, CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, UNDO: tl.constexpr,
-    STAGES: tl.constexpr, RAW_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, RAW_STAGES: tl.constexpr, OVERLAP: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Partial results of every split.
 
     Grid (sequences · HKV · column blocks, splits). Q [rows, COLUMNS, D] rotated for turbo K (Q_RAW: not rotated), a row
-    a (sequence, KV head), a column (query row, head of the group). Pages as in docs/cuda.md; TABLE, RAW_TABLE int32
+    a (sequence, KV head), a column (query row, head of the group). Pages as in docs/cuda.md; with CENTRED C int32
+    [pages, HKV, D / 2] are K's centres, two fp16 values a word; TABLE, RAW_TABLE int32
     [sequences, *STRIDE] of page numbers, RANGES, RAW_RANGES of their live rows (first | end << 16); SINK int32 the raw
     page of the sinks; SINKS, FOLDED, LENGTH int32 per sequence: raw sinks, folded slots, all slots. With UNDO a split's
     sum leaves V's rotated basis here (SIGNS: `hadamard.packed_signs`). PO float32 [row · block, splits, NP, D], PM, PL
@@ -351,20 +418,23 @@ def attend_splits(
         if OVERLAP and end * W * 16 * RAW_MT > length - folded - NEWEST:
             wait_for_previous()
         _stream(
-            Q_RAW, RAW_K, RAW_V, KS, VS, RAW_TABLE, RAW_RANGES, SINK, SIGNS, PO, PM, PL,
+            Q_RAW, RAW_K, RAW_V, KS, VS, C, RAW_TABLE, RAW_RANGES, SINK, SIGNS, PO, PM, PL,
             row, slot, seq, h, col0, COLUMNS, begin, end, sinks, length - folded, folded, length, scale, RAW_STRIDE,
             window, k_table, v_table,
             True, "raw", "raw", D, HKV, GROUP, NP, W, RAW_MT, RAW_STAGES, CAUSAL, HARDWARE, False, OVERLAP,
+            False,
         )  # fmt: skip
     else:
         steps = (folded + W * 16 * MT - 1) // (W * 16 * MT)
+        if CENTRED:
+            steps = (folded // PAGE + W - 1) // W * (PAGE // (16 * MT))
         begin = steps * (split - RAW_SPLITS) // (splits - RAW_SPLITS)
         end = steps * (split - RAW_SPLITS + 1) // (splits - RAW_SPLITS)
         _stream(
-            Q, K, V, KS, VS, TABLE, RANGES, SINK, SIGNS, PO, PM, PL,
+            Q, K, V, KS, VS, C, TABLE, RANGES, SINK, SIGNS, PO, PM, PL,
             row, slot, seq, h, col0, COLUMNS, begin, end, sinks, folded, 0, length, scale, STRIDE, window,
             k_table, v_table,
-            False, KC, VC, D, HKV, GROUP, NP, W, MT, STAGES, CAUSAL, HARDWARE, UNDO, OVERLAP,
+            False, KC, VC, D, HKV, GROUP, NP, W, MT, STAGES, CAUSAL, HARDWARE, UNDO, OVERLAP, CENTRED,
         )  # fmt: skip
 
 

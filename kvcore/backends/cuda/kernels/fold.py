@@ -17,12 +17,15 @@ from torch import Tensor
 
 from kvcore.backends.cuda.kernels.pack import store_int8, store_scale, store_turbo
 from kvcore.backends.cuda.kernels.quantize import finite_rows, int8_codes, nearest_level, power_of_two_under
-from kvcore.backends.cuda.kernels.rotate import rotate, rotation_matrices
+from kvcore.backends.cuda.kernels.rotate import rotate, rotation_matrices, rotation_part
 from kvcore.backends.cuda.native import PAGE, NativeLayout, code_bits, mtile_group
 from kvcore.layout import Codec
+from kvcore.layout.planes import center_skips
 
 PAGE_TOKENS = tl.constexpr(PAGE)
+PAGE_SKIPS = tl.constexpr(center_skips(PAGE))
 FP16_MAX = tl.constexpr(65504.0)
+INFINITY = tl.constexpr(float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class FoldPart:
     rows: int
     padded: int
     columns: int
+    centred: bool
 
     @classmethod
     def create(cls, codec: Codec, part: str, head_dim: int, matrix: Tensor | None) -> FoldPart:
@@ -54,23 +58,79 @@ class FoldPart:
             rows=min(PAGE, 8192 // padded),
             padded=padded,
             columns=min(64, padded),
+            centred=codec.centred,
         )
 
 
 @triton.jit
-def _fold_turbo(WORDS, SCALE, MATRIX, rows, token, PART: tl.constexpr):
+def _fold_center(CENTER, RAW, MATRIX, PART: tl.constexpr):
+    """The rotated mean of a page's finite rows, but for the first, to CENTER [D]; returns its largest magnitude."""
+    D: tl.constexpr = PART.head_dim
+    COLUMNS: tl.constexpr = PART.columns
+    ROWS: tl.constexpr = PART.rows
+    PADDED: tl.constexpr = PART.padded
+    TERMS: tl.constexpr = PART.terms
+    d = tl.arange(0, PADDED)
+    total = tl.zeros([PADDED], tl.float32)
+    counts = tl.zeros([ROWS], tl.int32)
+    for token in range(0, PAGE_TOKENS, ROWS):
+        t = token + tl.arange(0, ROWS)
+        at = RAW + t[:, None] * D + d[None, :]
+        x = tl.load(at, mask=(t >= PAGE_SKIPS)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        x, whole = finite_rows(x)
+        total += tl.sum(x, 0)
+        counts += (whole & (t >= PAGE_SKIPS)).to(tl.int32)
+    mean = total / tl.maximum(tl.sum(counts, 0), 1).to(tl.float32)
+    largest = tl.zeros([COLUMNS], tl.float32)
+    for column in range(0, D, COLUMNS):
+        j = column + tl.arange(0, COLUMNS)
+        y = tl.zeros([COLUMNS], tl.float32)
+        for term in tl.static_range(TERMS):
+            part = rotation_part(MATRIX, column, 0, PADDED, D, D, term, COLUMNS=COLUMNS).to(tl.float32)
+            y += tl.sum(mean[:, None] * part, 0)
+        y *= D**-0.5
+        y = tl.where(tl.abs(y) < INFINITY, y, 0.0)
+        y = tl.minimum(tl.maximum(y, -FP16_MAX), FP16_MAX).to(tl.float16)
+        largest = tl.maximum(largest, tl.where(j < D, tl.abs(y.to(tl.float32)), 0.0))
+        tl.store(CENTER + j, y, mask=j < D)
+    return tl.max(largest, 0)
+
+
+@triton.jit
+def _rotated(unit, inverse, CENTER, MATRIX, column, PART: tl.constexpr):
+    """√D·R of the rows ``unit``, which were multiplied by ``inverse``, less the page's centre: COLUMNS coordinates."""
+    D: tl.constexpr = PART.head_dim
+    COLUMNS: tl.constexpr = PART.columns
+    y = tl.zeros([unit.shape[0], COLUMNS], tl.float32)
+    y = rotate(unit, y, MATRIX, column, 0, D, D, PART.terms)
+    if PART.centred:
+        j = column + tl.arange(0, COLUMNS)
+        center = tl.load(CENTER + j, mask=j < D, other=0.0).to(tl.float32) * D**0.5
+        y -= center[None, :] * inverse[:, None]
+    return y
+
+
+@triton.jit
+def _fold_turbo(WORDS, SCALE, CENTER, MATRIX, rows, token, largest, PART: tl.constexpr):
     D: tl.constexpr = PART.head_dim
     COLUMNS: tl.constexpr = PART.columns
     x, whole = finite_rows(rows.to(tl.float32))
     # A power of two keeps squares and rotated sums in range, and 16-bit rows exact.
-    inverse = power_of_two_under(tl.max(tl.abs(x), 1))
+    inverse = power_of_two_under(tl.maximum(tl.max(tl.abs(x), 1), largest))
     unit = x * inverse[:, None]
-    norm = tl.sqrt_rn(tl.sum(unit * unit, 1))
+    if PART.centred:
+        squares = tl.zeros([rows.shape[0]], tl.float32)
+        for column in range(0, D, COLUMNS):
+            y = _rotated(unit.to(rows.dtype), inverse, CENTER, MATRIX, column, PART)
+            y = tl.where((column + tl.arange(0, COLUMNS) < D)[None, :], y, 0.0)
+            squares += tl.sum(y * y, 1)
+        norm = tl.where(whole, tl.sqrt_rn(squares) * D**-0.5, 0.0)
+    else:
+        norm = tl.sqrt_rn(tl.sum(unit * unit, 1))
     factor = tl.div_rn(norm * 0 + PART.spread, tl.where(norm == 0, 1.0, norm))
     squares = norm * 0
     for column in range(0, D, COLUMNS):
-        y = tl.zeros([rows.shape[0], COLUMNS], tl.float32)
-        y = rotate(unit.to(rows.dtype), y, MATRIX, column, 0, D, D, PART.terms)
+        y = _rotated(unit.to(rows.dtype), inverse, CENTER, MATRIX, column, PART)
         magnitude, sign, square = nearest_level(y * factor[:, None], PART.bits)
         inside = (column + tl.arange(0, COLUMNS) < D)[None, :]
         squares += tl.sum(tl.where(inside, square, 0.0), 1)
@@ -91,7 +151,10 @@ def _fold_int8(WORDS, SCALE, rows, token, PART: tl.constexpr):
 
 
 @triton.jit
-def _fold_part(RAW, OUT, SCALE, MATRIX, layer, source, target, raw_layer, out_layer, scale_layer, PART: tl.constexpr):
+def _fold_part(
+    RAW, OUT, SCALE, CENTER, MATRIX, layer, source, target, raw_layer, out_layer, scale_layer, center_layer,
+    PART: tl.constexpr,
+):  # fmt: skip
     """One page of K or V; source and target count (page, KV head) rows of a layer."""
     D: tl.constexpr = PART.head_dim
     ROWS: tl.constexpr = PART.rows
@@ -100,6 +163,11 @@ def _fold_part(RAW, OUT, SCALE, MATRIX, layer, source, target, raw_layer, out_la
     OUT += layer * out_layer
     SCALE += layer * scale_layer + target * PAGE_TOKENS
     MATRIX += layer * (PART.terms * D * D)
+    CENTER += layer * center_layer + target * D
+    largest = 0.0
+    if PART.centred:
+        largest = _fold_center(CENTER, RAW, MATRIX, PART)
+        tl.debug_barrier()  # what one thread has written, others read
     d = tl.arange(0, PART.padded)
     for token in range(0, PAGE_TOKENS, ROWS):
         t = token + tl.arange(0, ROWS)
@@ -113,13 +181,13 @@ def _fold_part(RAW, OUT, SCALE, MATRIX, layer, source, target, raw_layer, out_la
             if PART.bits == 8:
                 _fold_int8(words, SCALE, rows, token, PART)
             else:
-                _fold_turbo(words, SCALE, MATRIX, rows, token, PART)
+                _fold_turbo(words, SCALE, CENTER, MATRIX, rows, token, largest, PART)
 
 
 @triton.jit(do_not_specialize=["raw_stride", "stride"])  # tables grow, which must not compile it anew
 def fold_kernel(
-    RAW_K, RAW_V, K, V, K_SCALE, V_SCALE, K_MATRIX, V_MATRIX, RAW_TABLE, TABLE, LENGTHS, FOLDED, FOLD_AT,
-    raw_k_layer, raw_v_layer, k_layer, v_layer, k_scale_layer, v_scale_layer, raw_stride, stride,
+    RAW_K, RAW_V, K, V, K_SCALE, V_SCALE, K_CENTER, K_MATRIX, V_MATRIX, RAW_TABLE, TABLE, LENGTHS, FOLDED, FOLD_AT,
+    raw_k_layer, raw_v_layer, k_layer, v_layer, k_scale_layer, v_scale_layer, k_center_layer, raw_stride, stride,
     HKV: tl.constexpr, K_PART: tl.constexpr, V_PART: tl.constexpr,
 ):  # fmt: skip
     """Grid (layers · Hkv, pages, sequences): the page-th oldest raw page of each sequence, if it is due."""
@@ -131,8 +199,14 @@ def fold_kernel(
     layer = (tl.program_id(0) // HKV).to(tl.int64)
     source = tl.load(RAW_TABLE + seq * raw_stride + page).to(tl.int64) * HKV + h
     target = tl.load(TABLE + seq * stride + folded // PAGE_TOKENS + page).to(tl.int64) * HKV + h
-    _fold_part(RAW_K, K, K_SCALE, K_MATRIX, layer, source, target, raw_k_layer, k_layer, k_scale_layer, K_PART)
-    _fold_part(RAW_V, V, V_SCALE, V_MATRIX, layer, source, target, raw_v_layer, v_layer, v_scale_layer, V_PART)
+    _fold_part(
+        RAW_K, K, K_SCALE, K_CENTER, K_MATRIX, layer, source, target,
+        raw_k_layer, k_layer, k_scale_layer, k_center_layer, K_PART,
+    )  # fmt: skip
+    _fold_part(
+        RAW_V, V, V_SCALE, K_CENTER, V_MATRIX, layer, source, target,
+        raw_v_layer, v_layer, v_scale_layer, k_center_layer, V_PART,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +249,8 @@ class Fold:
         """
         layers, _, heads, _, _ = raw["k"].shape
         absent = torch.empty(0, dtype=torch.float16, device=lengths.device)  # stands where a codec has no such plane
-        k_scale, v_scale = planes.get("k_scale", absent), planes.get("v_scale", absent)
-        strides = (x.stride(0) for x in (raw["k"], raw["v"], planes["k"], planes["v"], k_scale, v_scale))
+        k_scale, v_scale, k_center = (planes.get(name, absent) for name in ("k_scale", "v_scale", "k_center"))
+        strides = (x.stride(0) for x in (raw["k"], raw["v"], planes["k"], planes["v"], k_scale, v_scale, k_center))
         fold_kernel[(layers * heads, pages, lengths.shape[0])](
             raw["k"],
             raw["v"],
@@ -184,6 +258,7 @@ class Fold:
             planes["v"],
             k_scale,
             v_scale,
+            k_center,
             absent if self.k_matrix is None else self.k_matrix,
             absent if self.v_matrix is None else self.v_matrix,
             raw_table,

@@ -101,6 +101,7 @@ TURBO4_ASM_SM80 = tl.constexpr(_turbo4_asm(False))
 TURBO3_ASM = tl.constexpr(_turbo3_asm(True))
 TURBO3_ASM_SM80 = tl.constexpr(_turbo3_asm(False))
 INT8_ASM = tl.constexpr(_INT8_ASM)
+HALVES_ASM = tl.constexpr("mov.b32 $0, $2; mov.b32 $1, $3;")
 # Adds laneid / 32, which is 0: a constant that the assembler does not know for one stays in its register.
 HOLD_ASM = tl.constexpr("{ .reg .u32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, t, $1; }")
 LOG2_ASM = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
@@ -235,6 +236,24 @@ def unpack_int8(x):
             INT8_ASM, "=&r,=&r,=&r,=&r,r,r", [x], dtype=(gl.float16,) * 4, is_pure=True, pack=2
         )
     return gl.join(gl.join(o0, o2), gl.join(o1, o3))
+
+
+@jit
+def _half(word, i: tl.constexpr):
+    return (word >> (16 * i)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@jit
+def halves(x):
+    """Words [..., 2] of two fp16 values each -> fp16 [..., 2 (half), 2 (word)]."""
+    if INTERPRET:
+        w0, w1 = tl.split(x)
+        o0, o1 = pair_of(_half(w0, 0), _half(w0, 1), x), pair_of(_half(w1, 0), _half(w1, 1), x)
+    else:
+        o0, o1 = gl.inline_asm_elementwise(
+            HALVES_ASM, "=&r,=&r,r,r", [x], dtype=(gl.float16,) * 2, is_pure=True, pack=2
+        )
+    return gl.join(o0, o1)
 
 
 @jit

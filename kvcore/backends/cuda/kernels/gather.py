@@ -44,6 +44,7 @@ class GatherShape:
     tokens: int
     v_side: int
     k_factor: float
+    centred: bool
     positions: bool
 
 
@@ -183,7 +184,7 @@ def peak_kernel(SCALE, TABLE, SINK_PAGE, PIECES, PEAK, stride):
     do_not_specialize_on_alignment=["TABLE", "SINK_PAGE", "PIECES", "PEAK", "UNIT", "POSITIONS"],
 )
 def gather_kernel(
-    K, V, K_SCALE, V_SCALE, TABLE, SINK_PAGE, PIECES, PEAK, K_OUT, V_OUT, UNIT, POSITIONS, stride, rows,
+    K, V, K_SCALE, V_SCALE, K_CENTER, TABLE, SINK_PAGE, PIECES, PEAK, K_OUT, V_OUT, UNIT, POSITIONS, stride, rows,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Grid (pieces · tiles of a page, Hkv, sequences). Outputs [sequences, Hkv, rows, D]; UNIT float32 [sequences, Hkv]
@@ -216,6 +217,10 @@ def gather_kernel(
         else:
             unit: tl.constexpr = SHAPE.k_factor * (E4M3 if SHAPE.k_codec == "turbo4" else 1.0)
             k = _k_codes(K, plane, start, SHAPE).to(tl.float32) * (_scales(K_SCALE, plane, token) * unit)[:, None]
+            if SHAPE.centred:
+                d = tl.arange(0, SHAPE.padded)
+                center = tl.load(K_CENTER + plane * SHAPE.head_dim + d, mask=d < SHAPE.head_dim, other=0.0)
+                k += (center.to(tl.float32) * SHAPE.k_factor)[None, :]
         _store(K_OUT, row, k, live, SHAPE)
 
         if SHAPE.v_codec == "raw":
@@ -242,6 +247,7 @@ class Source:
     k_codec: Codec
     v_codec: Codec
     k_factor: float = 1.0
+    k_center: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +290,7 @@ def gather(
         tokens=max(16, min(PAGE, 8192 // padded)),
         v_side=mtile_group(codec.name, head_dim),
         k_factor=source.k_factor,
+        centred=source.k_center is not None,
         positions=positions,
     )
     k, v = (torch.empty(batch, heads, rows, head_dim, dtype=dtype, device=device) for _ in range(2))
@@ -296,7 +303,7 @@ def gather(
         )  # fmt: skip
     at = torch.empty(batch, rows, dtype=torch.int32, device=device) if positions else None
     gather_kernel[(count * (PAGE // shape.tokens), heads, batch)](
-        source.k, source.v, source.k_scale, source.v_scale, table, sink_page, pieces, pieces if peak is None else peak,
-        k, v, k if unit is None else unit, pieces if at is None else at, table.stride(0), rows, SHAPE=shape, num_warps=8,
+        source.k, source.v, source.k_scale, source.v_scale, source.v if source.k_center is None else source.k_center,
+        table, sink_page, pieces, pieces if peak is None else peak, k, v, k if unit is None else unit, pieces if at is None else at, table.stride(0), rows, SHAPE=shape, num_warps=8,
     )  # fmt: skip
     return Dense(k, v, unit, at)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from kvcore.backends.cuda.kernels.fragments import transpose_blocks, unpack_int8, unpack_turbo3, unpack_turbo4
+from kvcore.backends.cuda.kernels.fragments import halves, transpose_blocks, unpack_int8, unpack_turbo3, unpack_turbo4
 from kvcore.backends.cuda.kernels.gl import constexpr_function, copy, gl, jit
 
 PAGE = tl.constexpr(128)
@@ -131,6 +131,38 @@ def k_operand(
         y = words
     y = gl.permute(gl.reshape(y, [W, T, HI, 4, LO, 2, NV]), [0, 1, 2, 4, 6, 3, 5])
     return gl.convert_layout(gl.reshape(y, [W, T, padded(D)]), OPERAND, assert_trivial=True)
+
+
+@constexpr_function
+def center_layout(head_dim, W):
+    """A lane holds what it needs of a centre as first operand, whatever its row: 16 bytes a load."""
+    words, side = padded(head_dim) // 2, values_per_element("turbo4") * k_side("turbo4", head_dim)
+    regs = [[0, 0, 1 << i] for i in range(log2(words)) if 1 << i not in (side, 2 * side)]
+    lanes = [[0, 0, side], [0, 0, 2 * side], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(regs, lanes, [[1 << i, 0, 0] for i in range(log2(W))], [], [W, 8, words])
+
+
+@jit
+def load_center(CENTER, plane, D: tl.constexpr, W: tl.constexpr):
+    """The centres plane[w] of CENTER int32 [planes, D / 2], two fp16 values a word, eight times each: [W, 8, DP / 2]."""
+    lay: gl.constexpr = center_layout(D, W)
+    base = gl.convert_layout(plane, gl.SliceLayout(1, gl.SliceLayout(2, lay)))
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, lay)))
+    e = gl.arange(0, padded(D) // 2, gl.SliceLayout(0, gl.SliceLayout(1, lay)))
+    at = CENTER + (base * (D // 2))[:, None, None] + (e[None, None, :] + row[None, :, None] * 0)
+    stored = (base >= 0)[:, None, None] & (row >= 0)[None, :, None] & (e < D // 2)[None, None, :]
+    return _get(CENTER, at, stored, padded(D) != D, False)
+
+
+@jit
+def center_operand(x, OPERAND: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    """fp16 [W, 16, DP], the head dimension in the order of `k_dimension` of turbo4."""
+    NV: gl.constexpr = values_per_element("turbo4")
+    LO: gl.constexpr = k_side("turbo4", D)
+    HI: gl.constexpr = padded(D) // (8 * NV * LO)
+    y = halves(gl.reshape(x, [W, 8, HI, 4, LO, NV // 2, 2]))
+    y = gl.permute(gl.join(y, y), [0, 8, 1, 2, 4, 5, 7, 3, 6])
+    return gl.convert_layout(gl.reshape(y, [W, 16, padded(D)]), OPERAND, assert_trivial=True)
 
 
 @constexpr_function

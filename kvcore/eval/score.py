@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from kvcore.cache import Cache
-from kvcore.errors import InputError
+from kvcore.cache.storage import TurningStorage
+from kvcore.errors import InputError, KvcoreError
 from kvcore.eval.codecs import Variant, product_codec
 from kvcore.eval.metrics import Positions, compare
 from kvcore.eval.onepass import CHUNK, one_pass_cache
@@ -32,13 +33,34 @@ def logits(model: Model, ids: np.ndarray, variant: Variant, path: str = "one-pas
     if path == "one-pass":
         yield from _run(model, ids, one_pass_cache(model, variant), _even(len(ids), variant.group))
         return
-    cache = _real_cache(model, variant)
+    cache = _real_cache(model, variant, len(ids))
     if path == "decode":
-        cuts = list(range(len(ids) + 1))
+        yield from _steps(model, ids, cache)
     else:
         page, first = model.window.page_size, model.window.recent_tokens % model.window.page_size
         cuts = sorted({0, *range(first, len(ids), page), len(ids)})
-    yield from _run(model, ids, cache, cuts)
+        yield from _run(model, ids, cache, cuts)
+
+
+def _steps(model: Model, ids: np.ndarray, cache: Cache) -> Iterator[np.ndarray]:
+    """Token by token: where the device steps caches on pages, as the engine does it, with its CUDA graphs."""
+    group = model.group_tokens(1) if isinstance(cache.storage, TurningStorage) else None
+    if group is None:
+        yield from _run(model, ids, cache, list(range(len(ids) + 1)))
+        return
+    yield from _run(model, ids[:1], cache, [0, 1])
+    rows: list[np.ndarray] = []
+    for token in ids[1:].tolist():
+        group.launch([cache], [token], [None])
+        (found,) = group.read()
+        if not isinstance(found, np.ndarray):
+            raise found if isinstance(found, KvcoreError) else AssertionError(found)
+        rows.append(found.copy())
+        if len(rows) == CHUNK // 4:
+            yield np.concatenate(rows)
+            rows.clear()
+    if rows:
+        yield np.concatenate(rows)
 
 
 def raw_logits(model: Model, ids: np.ndarray, path: str = "one-pass") -> np.ndarray:
@@ -82,13 +104,13 @@ def _even(tokens: int, group: int) -> list[int]:
     return [*range(0, tokens, step), tokens]
 
 
-def _real_cache(model: Model, variant: Variant) -> Cache:
-    """An empty cache of the mode, handed over already: every scored position is a decode step."""
+def _real_cache(model: Model, variant: Variant, tokens: int) -> Cache:
+    """An empty cache of the mode for so many tokens, handed over already: every scored position is a decode step."""
     mode = MODES.get(variant.name)
     if mode is None or (mode.quantized and variant.rows != RawRows.of(model.window)):
         raise InputError(
             f"{variant.key} is no mode of a cache with this window: score it in one pass (--path one-pass)"
         )
-    cache = model.new_cache(mode)
+    cache = model.new_cache(mode, capacity=tokens)
     cache.begin_decode()
     return cache

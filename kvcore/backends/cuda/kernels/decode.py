@@ -314,6 +314,7 @@ def _stream(
                     HKV, VC, D, W, MT, True,
                 )  # fmt: skip
             commit()
+            coming_at, coming_first, coming_last = ahead, low, high
             ahead = _first_slot(i + STAGES, RAW, W, T, CENTRED, warp_rows)
             page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
             low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
@@ -333,8 +334,10 @@ def _stream(
                 s, shift, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
                 RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE, CENTRED,
             )  # fmt: skip
-            at = _first_slot(i + 1, RAW, W, T, CENTRED, warp_rows)
-            first, last = _live(at, RANGES, seq, sinks, slots, STRIDE, RAW)
+            if STAGES > 2:
+                coming_at = _first_slot(i + 1, RAW, W, T, CENTRED, warp_rows)
+                coming_first, coming_last = _live(coming_at, RANGES, seq, sinks, slots, STRIDE, RAW)
+            at, first, last = coming_at, coming_first, coming_last
     else:
         k, ks = _keys(K, K, K, KS, page, at, first, last, h, HKV, KC, D, W, MT, False)
         v, signs, vs = _values(V, V, V, V, VS, page, at, first, last, h, HKV, VC, D, W, MT, False)

@@ -1,4 +1,4 @@
-"""Decode attention over pages: the host side of `kernels/decode.py`."""
+"""Decode attention over pages: the host side of `kernels/decode.py` and `combine.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 import triton
 
 from kvcore.backends.cuda import gpu
-from kvcore.backends.cuda.kernels.decode import attend_splits, combine_splits
+from kvcore.backends.cuda.kernels.combine import combine_splits
+from kvcore.backends.cuda.kernels.decode import attend_splits
 from kvcore.backends.cuda.kernels.fragments import TURBO3_MAGNITUDES, TURBO4_LOW
 from kvcore.backends.cuda.kernels.hadamard import packed_signs
 from kvcore.backends.cuda.kernels.rotate import matrix_terms, sum_of_terms

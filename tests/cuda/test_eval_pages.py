@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> kvcore.Model:
     return replace(loaded, backend=backend, registry=Registry(tuple(kernels)))
 
 
-@pytest.mark.parametrize(("mode", "tokens"), [("fp16", 20), pytest.param("turbo4", 136, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("mode", "tokens"), [("fp16", 8), pytest.param("turbo4", 136, marks=pytest.mark.full)])
 def test_steps_of_the_engine_score_as_forwards_of_one_token(
     model: kvcore.Model, monkeypatch: pytest.MonkeyPatch, mode: str, tokens: int
 ) -> None:

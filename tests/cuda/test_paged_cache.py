@@ -68,7 +68,9 @@ class Pair:
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(mode, marks=[pytest.mark.full] if mode in ("int8-turbo4", "turbo4-delegated") else [])
+        pytest.param(
+            mode, marks=[pytest.mark.full] if mode in ("int8-turbo4", "turbo4-delegated", "turbo4-asym") else []
+        )
         for mode in MODES
     ],
 )

@@ -24,7 +24,7 @@ def combinations() -> list[object]:
     found = []
     for name, group in groups.items():
         for mode in MODES:
-            long = [pytest.mark.full] if name == "mlx" and mode not in ("fp16", "turbo4") else []
+            long = [pytest.mark.full] if name == "mlx" and mode != "turbo4" else []
             marks = [pytest.mark.xdist_group(group), *long]
             found.append(pytest.param(name, mode, marks=marks, id=f"{name}-{mode}"))
     return found

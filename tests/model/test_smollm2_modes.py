@@ -19,7 +19,7 @@ SINKS = 4
 
 
 def combinations() -> list[object]:
-    """MLX takes long on a CPU: two modes of it, unless in full."""
+    """MLX takes long on a CPU: one mode of it, unless in full."""
     groups = {"reference": "smollm2", "mlx": "mlx", "torch": "smollm2"}
     found = []
     for name, group in groups.items():

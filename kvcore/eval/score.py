@@ -43,8 +43,10 @@ def logits(model: Model, ids: np.ndarray, variant: Variant, path: str = "one-pas
 
 
 def _steps(model: Model, ids: np.ndarray, cache: Cache) -> Iterator[np.ndarray]:
-    """Token by token: where the device steps caches on pages, as the engine does it, with its CUDA graphs."""
-    group = model.group_tokens(1) if isinstance(cache.storage, TurningStorage) else None
+    """Token by token: where the device steps caches on pages, as the engine does it, with its CUDA graphs. They know no
+    sliding window, and no pools that grow: the cache has room for all."""
+    together = isinstance(cache.storage, TurningStorage) and not cache.spec.sliding
+    group = model.group_tokens(1) if together else None
     if group is None:
         yield from _run(model, ids, cache, list(range(len(ids) + 1)))
         return

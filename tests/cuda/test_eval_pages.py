@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from kvcore.backends.cuda.device import group_decoder_on
 from kvcore.backends.cuda.kernels.fold import Fold
 from kvcore.eval.codecs import product_variant
 from kvcore.eval.rows import RawRows
-from kvcore.eval.score import logits
+from kvcore.eval.score import RAW, logits
 from kvcore.layout import WindowPolicy
 from kvcore.modes import MODES
 from kvcore.registry import Kernel, Registry
@@ -30,9 +31,12 @@ WINDOW = WindowPolicy(recent_tokens=0)  # so that the first page folds early: th
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> kvcore.Model:
+    return on_pages(tmp_path_factory.mktemp("tiny"))
+
+
+def on_pages(folder: Path, sliding_window: int | None = None) -> kvcore.Model:
     """One layer on pages whatever the device, as on a GPU of sm_90."""
-    folder = tmp_path_factory.mktemp("tiny")
-    write_tiny_llama(folder, layers=1, heads=2, kv_heads=1, eos_token_id=None)
+    write_tiny_llama(folder, layers=1, heads=2, kv_heads=1, eos_token_id=None, sliding_window=sliding_window)
     write_tiny_tokenizer(folder)
     loaded = kvcore.load(folder, backend="cuda", device=TORCH_DEVICE, dtype="float16", window=WINDOW)
     kernels = [
@@ -56,3 +60,13 @@ def test_steps_of_the_engine_score_as_forwards_of_one_token(
     assert steps.shape == forwards.shape == (tokens, model.config.vocab_size)
     assert np.abs(steps - forwards).max() <= 2e-3 * np.abs(forwards).max()
     assert np.abs(steps[1:] - forwards[:-1]).max() > 0.1 * np.abs(forwards).max()  # a row off would show
+
+
+def test_layers_with_a_sliding_window_are_scored_by_forwards(tmp_path: Path) -> None:
+    """Steps of the engine know no window."""
+    model, ids = on_pages(tmp_path, sliding_window=2), np.arange(5, 9)
+    assert model.group_tokens(1) is not None
+    steps = np.concatenate(list(logits(model, ids, RAW, "decode")))
+    cache = model.new_cache("fp16")
+    forwards = np.concatenate([model.forward(ids[None, i : i + 1], cache)[0] for i in range(len(ids))])
+    assert np.array_equal(steps, forwards)

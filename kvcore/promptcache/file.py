@@ -110,10 +110,12 @@ def read_prompt_cache(path: Path, layouts: Sequence[Layout], kv_heads: int, iden
     if _checksum(arrays) != crc:
         raise ModelError(f"{path} is damaged: the checksum of its tensors is not the one it names; make it again")
     tokens = tuple(int(i) for i in _take(arrays, "tokens", "int32", (offset,), path))
-    reader = _Reader(arrays, path, dtype, kv_heads)
+    reader = _Reader(arrays, path, dtype, kv_heads, identity)
     rows = CacheRows(tuple(reader.view(i, layout) for i, layout in enumerate(layouts)), holes, handed_over)
     if rows.offset != offset or any(view.tokens != rows.tokens for view in rows.views):
         raise ModelError(f"{path} is damaged: its layers hold {rows.offset} positions, its description says {offset}")
+    if len({view.page_rows for view in rows.views if view.folded}) > 1:
+        raise ModelError(f"{path} is damaged: the pages of its layers have different rows")
     return PromptCache(identity, dtype, tokens, rows, cap)
 
 
@@ -170,6 +172,7 @@ class _Reader:
     path: Path
     dtype: str
     kv_heads: int
+    identity: Identity
 
     def view(self, layer: int, layout: Layout) -> KVView:
         at = f"layers.{layer}"
@@ -198,7 +201,8 @@ class _Reader:
             return None, ()
         pages = self._count(f"{at}.center")
         page_rows = _take(self.arrays, f"{at}.page_rows", "int32", (pages,), self.path).tolist()
-        if min(page_rows, default=1) < 1 or sum(page_rows) != folded:
+        page = self.identity.window["page_size"]
+        if not all(1 <= rows <= page for rows in page_rows) or sum(page_rows) != folded:
             raise ModelError(
                 f"{self.path} is damaged: the pages of layer {layer} have {page_rows} rows, {folded} are quantized"
             )

@@ -66,12 +66,13 @@ def test_raw_layers_and_other_modes_have_no_centres(model: kvcore.Model, tmp_pat
     [
         ({"page_rows": (32, 32, 32, 4, 32, 31)}, r"the pages of layer 0 have \[32, .*, 31\] rows, 164 are quantized"),
         ({"page_rows": (32, 32, 32, 4, 64, 0)}, r"the pages of layer 0 have \[32, .*, 0\] rows, 164 are"),
+        ({"page_rows": (32, 32, 33, 3, 32, 32)}, r"the pages of layer 0 have \[32, 32, 33, .*\] rows, 164 are"),
         ({"page_rows": (32, 32, 32, 4, 64)}, r"layers.0.k.folded.page_rows is int32 \(5,\), should be int32 \(6,\)"),
         ({"page_rows": ()}, "it has no tensor layers.0.k.folded.page_rows"),
         ({"k_centers": np.zeros((1, 2, 6, 64), np.float32)}, "center is float32 .* should be float16"),
         ({"k_centers": np.zeros((1, 2, 6, 32), np.float16)}, r"should be float16 \(1, 2, 6, 64\)"),
     ],
-    ids=["sum", "empty page", "fewer", "none", "dtype", "width"],
+    ids=["sum", "empty page", "too long", "fewer", "none", "dtype", "width"],
 )
 def test_damaged_centres_are_one_line(model: kvcore.Model, tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     model, path = replace(model, window=SMALL), tmp_path / "cache"
@@ -80,6 +81,18 @@ def test_damaged_centres_are_one_line(model: kvcore.Model, tmp_path: Path, wrong
         model.load_cache(path, "turbo4")
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_layers_whose_pages_differ_are_damaged(model: kvcore.Model, tmp_path: Path) -> None:
+    """Pages belong to all layers."""
+    model, path, pages = (
+        replace(model, window=SMALL),
+        tmp_path / "cache",
+        iter([(32, 32, 32, 4, 32, 32), (32,) * 5 + (4,)]),
+    )
+    saved(path, model, lambda view: replace(view, page_rows=next(pages)))
+    with pytest.raises(ModelError, match=r"is damaged: the pages of its layers have different rows$"):
+        model.load_cache(path, "turbo4")
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "turbo4"])

@@ -84,7 +84,8 @@ def measure(
 
 
 def state_key(variant: Variant, start: int) -> str:
-    return f"{variant.key} @ {start}"
+    """With the codecs' names: what a mode stores may change."""
+    return f"{variant.key} {variant.k.name}/{variant.v.name} @ {start}"
 
 
 def _windows(variant: Variant, text: Text, state: State) -> Iterator[Positions]:

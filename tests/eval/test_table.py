@@ -12,6 +12,7 @@ from llamas import random_ids, tiny_folder
 import kvcore
 from kvcore.errors import InputError
 from kvcore.eval import table
+from kvcore.eval.codecs import product_codec, product_variant
 from kvcore.eval.metrics import Positions
 from kvcore.eval.probes import PROBES, answer_logprob, attention, greedy, planted
 from kvcore.eval.rows import RawRows
@@ -80,6 +81,14 @@ def test_rows_and_resuming(model: kvcore.Model, text: Text, tmp_path: Path, monk
     turbo4 = by_key["turbo4", "2+16/16"]
     assert (turbo4["bytes"], turbo4["positions"], turbo4["all_positions"]) == (76, 128, 192)
     assert turbo4["bytes_at_context"] == ((96 - 80 + 2) * 256 + 80 * 76) / 96
+
+
+def test_what_a_mode_stored_before_is_measured_anew() -> None:
+    """The mode turbo4 of before it had its keys centred."""
+    now = product_variant(MODES["turbo4"], RawRows())
+    before = replace(now, k=product_codec("turbo4"))
+    assert before.key == now.key
+    assert table.state_key(before, 0) != table.state_key(now, 0)
 
 
 def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:

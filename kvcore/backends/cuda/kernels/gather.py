@@ -304,6 +304,7 @@ def gather(
     at = torch.empty(batch, rows, dtype=torch.int32, device=device) if positions else None
     gather_kernel[(count * (PAGE // shape.tokens), heads, batch)](
         source.k, source.v, source.k_scale, source.v_scale, source.v if source.k_center is None else source.k_center,
-        table, sink_page, pieces, pieces if peak is None else peak, k, v, k if unit is None else unit, pieces if at is None else at, table.stride(0), rows, SHAPE=shape, num_warps=8,
+        table, sink_page, pieces, pieces if peak is None else peak,
+        k, v, k if unit is None else unit, pieces if at is None else at, table.stride(0), rows, SHAPE=shape, num_warps=8,
     )  # fmt: skip
     return Dense(k, v, unit, at)

@@ -156,8 +156,8 @@ def _center(C, page, h, HKV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, CEN
 
 
 @jit
-def _shift(center, q, scale, m, D: tl.constexpr, W: tl.constexpr, NP: tl.constexpr):
-    """What each warp's centre adds to the logits of a column: [W, NP], in m's layout."""
+def _shift(center, q, scale, D: tl.constexpr, W: tl.constexpr, NP: tl.constexpr):
+    """What each warp's centre adds to the logits of a column: [W, NP], laid out as their maximum."""
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     operand = center_operand(center, gl.DotOperandLayout(0, acc_layout, 2), D, W)
     return gl.max(mma(operand, q, gl.zeros([W, 16, NP], gl.float32, acc_layout)), 1) * scale
@@ -165,7 +165,7 @@ def _shift(center, q, scale, m, D: tl.constexpr, W: tl.constexpr, NP: tl.constex
 
 @jit
 def _turn_page(
-    shift, center, coming, i, begin, q, scale, m, C, TABLE, SINK, seq, h, slots, STRIDE,
+    shift, center, coming, i, begin, q, scale, C, TABLE, SINK, seq, h, slots, STRIDE,
     RAW: tl.constexpr, D: tl.constexpr, HKV: tl.constexpr, W: tl.constexpr, T: tl.constexpr, NP: tl.constexpr,
     CENTRED: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def _turn_page(
     if CENTRED:
         TURNS: gl.constexpr = PAGE // T  # steps of a warp in a page
         if (i == begin) | ((i - begin + begin % TURNS) % TURNS == 0):
-            shift = _shift(center, q, scale, m, D, W, NP)
+            shift = _shift(center, q, scale, D, W, NP)
             center = _center(C, coming, h, HKV, D, W, CENTRED)
             coming = _page(_first_slot(i + 2 * TURNS, RAW, W, T, CENTRED, LANE), TABLE, SINK, seq, slots, STRIDE, RAW)
     return shift, center, coming
@@ -321,7 +321,7 @@ def _stream(
                 k_operand(k, k_table, a_layout, KC, D, W, MT, HARDWARE), q, gl.zeros([W, T, NP], gl.float32, acc_layout)
             )
             shift, center, coming = _turn_page(
-                shift, center, coming, i, begin, q, scale, m, C, TABLE, SINK, seq, h, slots, STRIDE,
+                shift, center, coming, i, begin, q, scale, C, TABLE, SINK, seq, h, slots, STRIDE,
                 RAW, D, HKV, W, T, NP, CENTRED, warp_rows,
             )  # fmt: skip
             v = v_ring.index(now).load(v_layout(VC, D, W, MT))
@@ -352,7 +352,7 @@ def _stream(
             )
             k, next_ks = _keys(K, K, K, KS, page, ahead, low, high, h, HKV, KC, D, W, MT, False)
             shift, center, coming = _turn_page(
-                shift, center, coming, i, begin, q, scale, m, C, TABLE, SINK, seq, h, slots, STRIDE,
+                shift, center, coming, i, begin, q, scale, C, TABLE, SINK, seq, h, slots, STRIDE,
                 RAW, D, HKV, W, T, NP, CENTRED, warp_rows,
             )  # fmt: skip
             m, l, acc = _update(

@@ -97,15 +97,21 @@ class Centers:
         self.page_rows += tuple(int(rows) for rows in page_rows)
 
     def drop(self, first: int, count: int) -> None:
-        """``count`` folded rows from the ``first`` on are gone, and with them the pages that have no other."""
-        left, start = [], 0
-        for rows in self.page_rows:
-            gone = min(start + rows, first + count) - max(start, first)
-            left.append(rows - max(0, gone))
-            start += rows
+        """``count`` folded rows from the ``first`` on are gone, and with them the pages that have no other. Looks at no
+        page behind them: under a cap each step drops a row of one of the first pages."""
+        page = 0
+        while count and self.page_rows[page] <= first:
+            first, page = first - self.page_rows[page], page + 1
+        left: list[int] = []
+        while count:
+            rows = self.page_rows[page + len(left)]
+            gone = min(rows - first, count)
+            left.append(rows - gone)
+            first, count = 0, count - gone
         if 0 in left:  # these pages stand side by side
-            self.buffer.drop(left.index(0), left.count(0))
-        self.page_rows = tuple(rows for rows in left if rows)
+            self.buffer.drop(page + left.index(0), left.count(0))
+        behind = self.page_rows[page + len(left) :]
+        self.page_rows = (*self.page_rows[:page], *(rows for rows in left if rows), *behind)
 
     def fork(self) -> Centers:
         return Centers(self.buffer.fork(), self.page_rows)

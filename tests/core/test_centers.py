@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from itertools import combinations_with_replacement
 
 import numpy as np
 import pytest
@@ -28,6 +30,8 @@ from kvcore.attention import make_cache
 from kvcore.backends import Backend
 from kvcore.backends.reference import spec
 from kvcore.cache import Cache, CacheSpec
+from kvcore.cache.part import Centers
+from kvcore.cache.rows import RowBuffer
 from kvcore.layout import CENTRED_TURBO4, CODECS, Layout, Rotation, WindowPolicy
 from kvcore.layout.footprint import bytes_needed, live_bytes
 from kvcore.modes import MODES, centred_rows
@@ -153,6 +157,18 @@ def test_a_page_keeps_its_centre_while_its_rows_go(backend: Backend) -> None:
     cache.trim(cache.tokens)
     assert cache.layers[0].view().page_rows == ()
     assert np.array_equal(stored_centers(backend, fork), first)
+
+
+def test_any_rows_may_go(reference: Backend) -> None:
+    """Against a list of the page of each row."""
+    ops, pages = reference.ops, [page for page, count in enumerate((3, 1, 4, 2)) for _ in range(count)]
+    for first, last in combinations_with_replacement(range(len(pages) + 1), 2):
+        centers = Centers(RowBuffer(ops, 1, 1, 1, "float16"))
+        centers.append(ops.asarray(np.arange(4, dtype=np.float16).reshape(1, 1, 4, 1)), (3, 1, 4, 2))
+        centers.drop(first, last - first)
+        left = Counter(pages[:first] + pages[last:])
+        assert centers.page_rows == tuple(left.values())
+        assert ops.to_numpy(centers.buffer.live()).flatten().tolist() == list(left)
 
 
 def test_centres_count_as_bytes_of_their_pages(backend: Backend) -> None:

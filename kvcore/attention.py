@@ -80,14 +80,14 @@ def _attend_pages(ops: Ops, q: Array, view: KVView, mask: _Mask, step: int) -> _
     by_page, bias = None, None  # R q · centre [B, Hkv, R, pages]; of a block's rows [B, Hkv, R, T]
     if view.layout.k.centred:
         by_page = ops.matmul(q, ops.permute_dims(ops.astype(view.k_centers, "float32"), (0, 1, 3, 2)))
-        pages = pages_of_rows(view.page_rows)
+        pages = pages_of_rows(ops, view.page_rows)
     partial: _Partial | None = None
     for start, stop in _blocks(view.sinks, view.folded, step):
         k, k_scale = k_codec.unpack(ops, _rows(view.k_planes, start, stop))
         v, v_scale = v_codec.unpack(ops, _rows(view.v_planes, start, stop))
         allowed = mask.block(np.arange(start, stop))
         if by_page is not None:
-            bias = ops.take(by_page, ops.asarray(pages[start:stop]), 3)
+            bias = ops.take(by_page, pages[start:stop], 3)
         partial = _accumulate(ops, partial, q, (k, v, k_scale, v_scale), allowed, bias)
     assert partial is not None
     if view.v_rotation is None:

@@ -23,7 +23,7 @@ def _dense(
         pages = CODEC_FUNCTIONS[codec.name].decode(ops, planes, rotation)
         if codec.centred and rotation is not None:
             means = plain_centers(ops, view.k_centers, rotation)
-            pages = pages + ops.take(means, ops.asarray(pages_of_rows(view.page_rows)), 2)
+            pages = pages + ops.take(means, pages_of_rows(ops, view.page_rows), 2)
         pieces = [pages[:, :, view.sinks :], *pieces]
     if sinks is not None:
         pieces = [ops.astype(sinks, "float32"), *pieces]

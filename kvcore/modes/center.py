@@ -6,7 +6,7 @@ R q · centre to the logits of its rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -39,9 +39,10 @@ def plain_centers(ops: Ops, centers: Array, rotation: Rotation) -> Array:
     return rotation.undo(ops, ops.astype(centers, "float32"))
 
 
-def pages_of_rows(page_rows: Sequence[int]) -> np.ndarray:
-    """The page of each folded row, int32 [folded]."""
-    return np.repeat(np.arange(len(page_rows), dtype=np.int32), page_rows)
+@lru_cache(maxsize=32)
+def pages_of_rows(ops: Ops, page_rows: tuple[int, ...]) -> Array:
+    """The page of each folded row, int32 [folded]; the same for all layers, and for steps until a page folds."""
+    return ops.asarray(np.repeat(np.arange(len(page_rows), dtype=np.int32), page_rows))
 
 
 def _by_pages(ops: Ops, rows: Array, page: int) -> Array:

@@ -72,7 +72,10 @@ class Paged:
         return to_numpy(out).reshape(2, HEADS, n, GROUP, DIM).swapaxes(2, 3).reshape(2, HEADS * GROUP, n, DIM)
 
 
-@pytest.mark.parametrize("mode", ["fp16", "int8", "turbo4", "int8-turbo4", "turbo4-asym", "turbo3-asym"])
+@pytest.mark.parametrize(
+    "mode",
+    ["fp16", "int8", "turbo4", "int8-turbo4", pytest.param("turbo4-asym", marks=pytest.mark.full), "turbo3-asym"],
+)
 def test_steps_on_pages_attend_like_the_contiguous_cache(device: str, reference: Backend, mode: str) -> None:
     """Prefilled chunks, and steps of 8, 1 and 4 rows before and after folds; 393 rows in the end."""
     paged = Paged(mode, device)

@@ -25,7 +25,7 @@ from kvcore.bench.shape import Shape
 from kvcore.bench.timing import interleaved, timer
 from kvcore.errors import KvcoreError
 from kvcore.layout import Layout, Rotation
-from kvcore.modes import CODEC_FUNCTIONS, MODES, centred_rows, page_centers
+from kvcore.modes import CODEC_FUNCTIONS, MODES, centred_rows, page_centers, plain_centers
 
 COLUMNS = (
     "shape",
@@ -261,7 +261,7 @@ def build_pages(
         if keep:
             decoded = CODEC_FUNCTIONS[codec.name].decode(ops, canonical, rotation)
             if centers is not None and rotation is not None:
-                decoded += rotation.undo(ops, centers.float()).repeat_interleave(PAGE, 2)
+                decoded += plain_centers(ops, centers, rotation).repeat_interleave(PAGE, 2)
             seen.append(torch.cat([rows[:, :, :sinks].float(), decoded[:, :, sinks:], rows[:, :, folded:].float()], 2))
     counts = {"sinks": min(sinks, folded), "folded": folded, "length": tokens}
     tables = {

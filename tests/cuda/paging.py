@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcore.backends.cuda.native import PAGE, NativeLayout, to_canonical
 from kvcore.backends.cuda.ops import TorchOps
 from kvcore.layout import Codec, Layout, Rotation
-from kvcore.modes import CODEC_FUNCTIONS, MODES, centred_rows, page_centers
+from kvcore.modes import CODEC_FUNCTIONS, MODES, centred_rows, page_centers, plain_centers
 
 
 def to_torch(x: np.ndarray, device: str) -> Tensor:
@@ -44,7 +44,7 @@ def coded(
     planes = functions.encode(ops, rows, rotation)
     decoded = functions.decode(ops, planes, rotation)
     if centers is not None and rotation is not None:
-        decoded = decoded + rotation.undo(ops, centers.float()).repeat_interleave(PAGE, 2)
+        decoded = decoded + plain_centers(ops, centers, rotation).repeat_interleave(PAGE, 2)
     return planes, decoded, centers
 
 

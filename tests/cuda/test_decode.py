@@ -264,6 +264,17 @@ def test_each_page_has_its_own_centre(warps: int, tiles: int, stages: int, split
     assert error(case, device, config) < (3e-6 if device == "cpu" else 2e-3)
 
 
+@pytest.mark.parametrize(("warps", "tiles", "stages", "pages"), [(1, 8, 0, 18), (1, 4, 2, 18), (2, 8, 2, 35)])
+def test_more_pages_than_one_product_of_centres_holds(
+    warps: int, tiles: int, stages: int, pages: int, device: str
+) -> None:
+    """A warp takes the centres of its pages sixteen at a time; the last program begins within sixteen."""
+    rows = pages * PAGE
+    case = Case("turbo4", "turbo4", dim=32, centre=8.0, lengths=(rows, rows + 7), folded=(rows - PAGE, rows))
+    config = LaunchConfig(warps, tiles, 1, 1, 1, 8, stages, stages)
+    assert error(case, device, config) < (3e-6 if device == "cpu" else 2e-3)
+
+
 def test_keys_of_turbo4_without_centres(device: str) -> None:
     check(Case("turbo4", "turbo4", centre=None, lengths=(400,), folded=(256,)), device)
 

@@ -109,10 +109,7 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     elif wide:
         warps, tiles, resident = (2, 1, 4) if raw_parts else (1, 1, 8)
     elif layout.k.codebook:
-        if rows <= 16:
-            warps, tiles, resident = 1, 2, 8
-        else:
-            warps, tiles, resident, stages = (1, 4, 12, 2) if few else (2, 4, 6, 2)
+        warps, tiles, resident, stages = (1, 2, 8, 0) if rows <= 16 else (1, 4, 12, 2)
     elif not few:
         warps, tiles, resident = (4, 4, 2) if layout.k.quantized and layout.v.codebook else (4, 2, 2)
     elif layout.v.name == "turbo3":
@@ -130,10 +127,12 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
 
 
 def _best_splits(rows: int, resident: int) -> int:
-    """Splits of each row, for a GPU that holds ``resident`` programs: the fewest that waste little of two waves."""
-    waves = {n: -(-rows * n // resident) for n in range(1, MAX_SPLITS + 1)}
-    times = {n: count / n for n, count in waves.items() if count <= 2} or {1: 1.0}
-    return next(n for n, time in times.items() if time <= 1.05 * min(times.values()))
+    """Splits of each row, for a GPU that holds ``resident`` programs: what fills it once, or twice where once leaves
+    much of it idle. A power of two where that is near: its splits are even, and it is what merging programs hold."""
+    once, twice = (min(MAX_SPLITS, waves * resident // rows) for waves in (1, 2))
+    splits = max(1, twice if twice > 2.1 * once else once)
+    power = 1 << (splits.bit_length() - 1)
+    return power if splits < 1.05 * power else splits
 
 
 def attend_pages(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from kvcore.backends.cuda.kernels.fragments import hold, log2_approximate
+from kvcore.backends.cuda.kernels.fragments import hold, log2_approximate, spread_row
 from kvcore.backends.cuda.kernels.gl import (
     INTERPRET,
     commit,
@@ -24,16 +24,18 @@ from kvcore.backends.cuda.kernels.gl import (
 from kvcore.backends.cuda.kernels.hadamard import undo_rotation
 from kvcore.backends.cuda.kernels.tiles import (
     PAGE,
+    center_layout,
     center_operand,
     k_dimension,
     k_layout,
     k_operand,
     k_shared,
-    load_center,
+    load_centers,
     load_k,
     load_scale,
     load_signs,
     load_v,
+    log2,
     p_operand,
     padded,
     scale_layout,
@@ -147,48 +149,59 @@ def _values(
 
 
 @jit
-def _center(C, page, h, HKV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, CENTRED: tl.constexpr):
-    """The centre of each warp's page (the page stands in where there is none)."""
-    center = page
-    if CENTRED:
-        center = load_center(C, page.to(gl.int64) * HKV + h, D, W)
-    return center
+def _center_pages(TABLE, seq, turn, end, slots, STRIDE, D: tl.constexpr, W: tl.constexpr):
+    """The pages that each warp meets in turns turn .. turn + 16, but not from ``end`` on: -1 there."""
+    lay: gl.constexpr = center_layout(D, W)
+    w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, lay)))
+    n = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, lay)))
+    at = ((turn + n) * W)[None, :] + w[:, None]
+    return gl.load(TABLE + seq * STRIDE + at, mask=(at < end * W) & (at * PAGE < slots), other=-1)
 
 
 @jit
-def _shift(center, q, scale, D: tl.constexpr, W: tl.constexpr, NP: tl.constexpr):
-    """What each warp's centre adds to the logits of a column: [W, NP], laid out as their maximum."""
+def _shifts(centers, q, scale, D: tl.constexpr, W: tl.constexpr, NP: tl.constexpr):
+    """What each of the 16 centres adds to the logits of a column: [W, 16, NP]."""
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
-    operand = center_operand(center, gl.DotOperandLayout(0, acc_layout, 2), D, W)
-    return gl.max(mma(operand, q, gl.zeros([W, 16, NP], gl.float32, acc_layout)), 1) * scale
+    operand = center_operand(centers, gl.DotOperandLayout(0, acc_layout, 2), D, W)
+    return mma(operand, q, gl.zeros([W, 16, NP], gl.float32, acc_layout)) * scale
 
 
 @jit
-def _turn_page(
-    shift, center, coming, i, begin, q, scale, C, TABLE, SINK, seq, h, slots, STRIDE,
-    RAW: tl.constexpr, D: tl.constexpr, HKV: tl.constexpr, W: tl.constexpr, T: tl.constexpr, NP: tl.constexpr,
-    CENTRED: tl.constexpr, LANE: tl.constexpr,
+def _next_shifts(
+    turn, shifts, pages, i, end, q, scale, C, TABLE, seq, h, slots, STRIDE,
+    D: tl.constexpr, HKV: tl.constexpr, W: tl.constexpr, T: tl.constexpr, NP: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Where step i is a program's first or begins pages: what their centres add. A centre is loaded a page before it is
-    used, and the page's number (``coming``) one earlier."""
+    """Those of the next 16 turns, where step i is the first of them. Their pages were looked up 16 turns earlier."""
     if CENTRED:
-        TURNS: gl.constexpr = PAGE // T  # steps of a warp in a page
-        if (i == begin) | ((i - begin + begin % TURNS) % TURNS == 0):
-            shift = _shift(center, q, scale, D, W, NP)
-            center = _center(C, coming, h, HKV, D, W, CENTRED)
-            coming = _page(_first_slot(i + 2 * TURNS, RAW, W, T, CENTRED, LANE), TABLE, SINK, seq, slots, STRIDE, RAW)
-    return shift, center, coming
+        done = i == (turn + 16) * (PAGE // T)
+        if done:
+            turn += 16
+            shifts = _shifts(load_centers(C, pages, h, HKV, D, W), q, scale, D, W, NP)
+            pages = _center_pages(TABLE, seq, turn + 16, end, slots, STRIDE, D, W)
+    return turn, shifts, pages
+
+
+@jit
+def _shift(shifts, n, W: tl.constexpr, T: tl.constexpr, NP: tl.constexpr):
+    """The n-th of them for every row of a tile: [W, T, NP]."""
+    low, high = gl.split(gl.permute(gl.reshape(shifts, [W, 2, 8, NP]), [0, 2, 3, 1]))
+    y = spread_row(gl.where(n < 8, low, high), n % 8)
+    for _ in tl.static_range(log2(T // 8)):
+        y = gl.join(y, y)
+    y = gl.reshape(gl.permute(gl.reshape(y, [W, 8, NP, T // 8]), [0, 3, 1, 2]), [W, T, NP])
+    return gl.convert_layout(y, gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8]), assert_trivial=True)
 
 
 @jit
 def _update(
-    s, shift, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
+    s, shifts, turn, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset,
+    scale, window, v_table,
     RAW: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, NP: tl.constexpr, W: tl.constexpr,
     MT: tl.constexpr, CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, DTYPE: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """One tile into the running maximum m, normalizer l and sum acc; s [W, T, NP] are K's codes times q.
 
-    The page's centre adds ``shift`` to every logit of a column: the maximum takes it in, and no logit has to.
+    With CENTRED the page's centre adds the ``turn``-th of ``shifts`` to every logit of a column.
 
     Where V has scales, a row's weight is the probability times its scale: log2 of the scale is added to the logit, so
     that the largest weight is 1 whatever the range of V. The normalizer takes the scale out again.
@@ -203,18 +216,16 @@ def _update(
         v_log = log2_approximate(gl.maximum(scale_rows(vs, rows_layout, W, MT), SMALLEST_SCALE))
     k_scale = scale if KC == "raw" else (scale_rows(ks, rows_layout, W, MT) * scale)[:, :, None]
     s = s * k_scale + gl.where(valid, v_log, LOWEST)[:, :, None]
+    if CENTRED:
+        s += _shift(shifts, turn, W, 16 * MT, NP)
     if CAUSAL:
         here = at[:, None] + t[None, :] + offset
         if RAW:
             here = gl.where(at[:, None] < 0, t[None, :], here)  # sinks are the first rows
         seen = (here[:, :, None] <= position[None, None, :]) & (here[:, :, None] > position[None, None, :] - window)
         s = gl.where(seen, s, LOWEST)
-    if CENTRED:
-        peak = gl.maximum(m, gl.max(s, 1) + shift)
-        p = gl.exp2(s - (peak - shift)[:, None, :])
-    else:
-        peak = gl.maximum(m, gl.max(s, 1))
-        p = gl.exp2(s - peak[:, None, :])
+    peak = gl.maximum(m, gl.max(s, 1))
+    p = gl.exp2(s - peak[:, None, :])
     shrink = gl.exp2(m - peak)
     l = l * shrink[:, None, :] + (p if VC == "raw" else p * gl.exp2(-v_log)[:, :, None])
     acc = acc * shrink[:, None, :]
@@ -239,6 +250,7 @@ def _stream(
     STAGES - 1 tiles to shared memory run meanwhile; a lane copies what it will read itself.
     """
     T: gl.constexpr = 16 * MT
+    TURNS: gl.constexpr = PAGE // T  # steps of a warp in a page
     DP: gl.constexpr = padded(D)
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
@@ -251,14 +263,13 @@ def _stream(
     at = _first_slot(begin, RAW, W, T, CENTRED, warp_rows)
     page = _page(at, TABLE, SINK, seq, slots, STRIDE, RAW)
     first, last = _live(at, RANGES, seq, sinks, slots, STRIDE, RAW)
-    center = _center(C, page, h, HKV, D, W, CENTRED)
-    coming = page
+    turn, last_turn = begin // TURNS, (end + TURNS - 1) // TURNS
+    pages = at  # stands in where keys have no centres
     if CENTRED:
-        after = _first_slot(begin + PAGE // T, RAW, W, T, CENTRED, warp_rows)
-        coming = _page(after, TABLE, SINK, seq, slots, STRIDE, RAW)
+        pages = _center_pages(TABLE, seq, turn, last_turn, slots, STRIDE, D, W)
     k_table, v_table = hold(k_table), hold(v_table)
     m = gl.full([W, NP], LOWEST, gl.float32, cols_layout)
-    shift = gl.zeros([W, NP], gl.float32, cols_layout)
+    shifts = gl.zeros([W, 16, NP], gl.float32, acc_layout)
     l = gl.zeros([W, T, NP], gl.float32, acc_layout)
     acc = gl.zeros([W, DP, NP], gl.float32, acc_layout)
     d = gl.arange(0, DP, gl.SliceLayout(1, out_layout))
@@ -292,9 +303,14 @@ def _stream(
                     HKV, VC, D, W, MT, True,
                 )  # fmt: skip
             commit()
+        if CENTRED:
+            centers = load_centers(C, pages, h, HKV, D, W)
+            pages = _center_pages(TABLE, seq, turn + 16, last_turn, slots, STRIDE, D, W)
         if OVERLAP:
             wait_for_previous()
         q = _load_q(Q, row, columns, col0, b_layout, KC, D, W, NP)
+        if CENTRED:
+            shifts = _shifts(centers, q, scale, D, W, NP)
         # Table entries are read a step before they are used.
         ahead = _first_slot(begin + STAGES - 1, RAW, W, T, CENTRED, warp_rows)
         page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
@@ -316,21 +332,20 @@ def _stream(
             ahead = _first_slot(i + STAGES, RAW, W, T, CENTRED, warp_rows)
             page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
             low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
+            turn, shifts, pages = _next_shifts(
+                turn, shifts, pages, i, last_turn, q, scale, C, TABLE, seq, h, slots, STRIDE, D, HKV, W, T, NP, CENTRED
+            )
             k = k_ring.index(now).load(k_layout(KC, D, W, MT))
             s = mma(
                 k_operand(k, k_table, a_layout, KC, D, W, MT, HARDWARE), q, gl.zeros([W, T, NP], gl.float32, acc_layout)
             )
-            shift, center, coming = _turn_page(
-                shift, center, coming, i, begin, q, scale, C, TABLE, SINK, seq, h, slots, STRIDE,
-                RAW, D, HKV, W, T, NP, CENTRED, warp_rows,
-            )  # fmt: skip
             v = v_ring.index(now).load(v_layout(VC, D, W, MT))
             signs = sign_ring.index(now).load(v_layout(VC, D, W, MT)) if VC == "turbo3" else at
             ks = ks_ring.index(now).load(scale_layout(W, MT)) if KC != "raw" else at
             vs = vs_ring.index(now).load(scale_layout(W, MT)) if VC != "raw" else at
             m, l, acc = _update(
-                s, shift, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
-                RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE, CENTRED,
+                s, shifts, i // TURNS - turn, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset,
+                scale, window, v_table, RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE, CENTRED,
             )  # fmt: skip
             if STAGES > 2:
                 coming_at = _first_slot(i + 1, RAW, W, T, CENTRED, warp_rows)
@@ -339,25 +354,29 @@ def _stream(
     else:
         k, ks = _keys(K, K, K, KS, page, at, first, last, h, HKV, KC, D, W, MT, False)
         v, signs, vs = _values(V, V, V, V, VS, page, at, first, last, h, HKV, VC, D, W, MT, False)
+        if CENTRED:
+            centers = load_centers(C, pages, h, HKV, D, W)
+            pages = _center_pages(TABLE, seq, turn + 16, last_turn, slots, STRIDE, D, W)
         if OVERLAP:
             wait_for_previous()
         q = _load_q(Q, row, columns, col0, b_layout, KC, D, W, NP)
+        if CENTRED:
+            shifts = _shifts(centers, q, scale, D, W, NP)
         # Pages are looked up a step before the loads that need them.
         ahead = _first_slot(gl.minimum(begin + 1, end - 1), RAW, W, T, CENTRED, warp_rows)
         page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
         low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
         for i in range(loop_bound(begin), loop_bound(end)):
+            turn, shifts, pages = _next_shifts(
+                turn, shifts, pages, i, last_turn, q, scale, C, TABLE, seq, h, slots, STRIDE, D, HKV, W, T, NP, CENTRED
+            )
             s = mma(
                 k_operand(k, k_table, a_layout, KC, D, W, MT, HARDWARE), q, gl.zeros([W, T, NP], gl.float32, acc_layout)
             )
             k, next_ks = _keys(K, K, K, KS, page, ahead, low, high, h, HKV, KC, D, W, MT, False)
-            shift, center, coming = _turn_page(
-                shift, center, coming, i, begin, q, scale, C, TABLE, SINK, seq, h, slots, STRIDE,
-                RAW, D, HKV, W, T, NP, CENTRED, warp_rows,
-            )  # fmt: skip
             m, l, acc = _update(
-                s, shift, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset, scale, window, v_table,
-                RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE, CENTRED,
+                s, shifts, i // TURNS - turn, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset,
+                scale, window, v_table, RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE, CENTRED,
             )  # fmt: skip
             v, signs, vs = _values(V, V, V, V, VS, page, ahead, low, high, h, HKV, VC, D, W, MT, False)
             ks, at, first, last = next_ks, ahead, low, high

@@ -105,6 +105,11 @@ HALVES_ASM = tl.constexpr("mov.b32 $0, $2; mov.b32 $1, $3;")
 # Adds laneid / 32, which is 0: a constant that the assembler does not know for one stays in its register.
 HOLD_ASM = tl.constexpr("{ .reg .u32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, t, $1; }")
 LOG2_ASM = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+# From the lane of row $2 and of the same columns.
+SPREAD_ASM = tl.constexpr(
+    "{ .reg .u32 t; mov.u32 t, %laneid; and.b32 t, t, 3; mad.lo.u32 t, $2, 4, t;"
+    " shfl.sync.idx.b32 $0, $1, t, 31, 0xffffffff; }"
+)
 TRANSPOSE_ASM = tl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 
 
@@ -266,6 +271,18 @@ def transpose_blocks(p):
     else:
         out = gl.inline_asm_elementwise(TRANSPOSE_ASM, "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2)
     return out
+
+
+@jit
+def spread_row(x, n):
+    """[W, 8, N] in accumulator layout (lane g holds row g): row n in the place of every row."""
+    if INTERPRET:
+        shape: tl.constexpr = x.shape
+        row = tl.arange(0, 8)[None, :, None]
+        y = tl.broadcast_to(tl.sum(tl.where(row == n, x, 0.0), 1)[:, None, :], shape)
+    else:
+        y = gl.inline_asm_elementwise(SPREAD_ASM, "=r,r,r", [x, n], dtype=gl.float32, is_pure=True, pack=1)
+    return y
 
 
 @jit

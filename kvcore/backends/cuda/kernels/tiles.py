@@ -135,23 +135,21 @@ def k_operand(
 
 @constexpr_function
 def center_layout(head_dim, W):
-    """A lane holds what it needs of a centre as first operand, whatever its row: 16 bytes a load."""
+    """A lane holds what it needs of its two centres as first operand: 16 bytes a load."""
     words, side = padded(head_dim) // 2, values_per_element("turbo4") * k_side("turbo4", head_dim)
-    regs = [[0, 0, 1 << i] for i in range(log2(words)) if 1 << i not in (side, 2 * side)]
+    regs = [[0, 0, 1 << i] for i in range(log2(words)) if 1 << i not in (side, 2 * side)] + [[0, 8, 0]]
     lanes = [[0, 0, side], [0, 0, 2 * side], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(regs, lanes, [[1 << i, 0, 0] for i in range(log2(W))], [], [W, 8, words])
+    return gl.DistributedLinearLayout(regs, lanes, [[1 << i, 0, 0] for i in range(log2(W))], [], [W, 16, words])
 
 
 @jit
-def load_center(CENTER, plane, D: tl.constexpr, W: tl.constexpr):
-    """The centres plane[w] of CENTER int32 [planes, D / 2], two fp16 values a word, eight times each: [W, 8, DP / 2]."""
+def load_centers(CENTER, page, h, HKV: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    """Of pages page[w, n] and head h, from CENTER int32 [pages, HKV, D / 2], two fp16 values a word: [W, 16, DP / 2].
+    Page -1 has zeros."""
     lay: gl.constexpr = center_layout(D, W)
-    base = gl.convert_layout(plane, gl.SliceLayout(1, gl.SliceLayout(2, lay)))
-    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, lay)))
     e = gl.arange(0, padded(D) // 2, gl.SliceLayout(0, gl.SliceLayout(1, lay)))
-    at = CENTER + (base * (D // 2))[:, None, None] + (e[None, None, :] + row[None, :, None] * 0)
-    stored = (base >= 0)[:, None, None] & (row >= 0)[None, :, None] & (e < D // 2)[None, None, :]
-    return _get(CENTER, at, stored, padded(D) != D, False)
+    at = CENTER + ((page.to(gl.int64) * HKV + h) * (D // 2))[:, :, None] + e[None, None, :]
+    return gl.load(at, mask=(page >= 0)[:, :, None] & (e < D // 2)[None, None, :], other=0)
 
 
 @jit
@@ -160,8 +158,8 @@ def center_operand(x, OPERAND: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
     NV: gl.constexpr = values_per_element("turbo4")
     LO: gl.constexpr = k_side("turbo4", D)
     HI: gl.constexpr = padded(D) // (8 * NV * LO)
-    y = halves(gl.reshape(x, [W, 8, HI, 4, LO, NV // 2, 2]))
-    y = gl.permute(gl.join(y, y), [0, 8, 1, 2, 4, 5, 7, 3, 6])
+    y = halves(gl.reshape(x, [W, 16, HI, 4, LO, NV // 2, 2]))
+    y = gl.permute(y, [0, 1, 2, 4, 5, 7, 3, 6])
     return gl.convert_layout(gl.reshape(y, [W, 16, padded(D)]), OPERAND, assert_trivial=True)
 
 

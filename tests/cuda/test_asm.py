@@ -107,3 +107,17 @@ def test_turbo3(asm: str) -> None:
         ]
         got = run(getattr(fragments, asm).value, [first, second, signs, signs, table, table], 16)
         assert numbers(got) == want
+
+
+def test_a_row_is_spread_from_the_lane_that_holds_it() -> None:
+    """Lane 4 g + t of an accumulator holds row g of its columns 2 t and 2 t + 1."""
+    for lane in range(32):
+        assert [run(fragments.SPREAD_ASM.value, [7, row], 1, lane) for row in range(8)] == [
+            [4 * row + lane % 4] for row in range(8)
+        ]
+
+
+def test_what_is_held_and_what_is_halved_stays_as_it_is() -> None:
+    for lane, word in enumerate(words(32)):
+        assert run(fragments.HOLD_ASM.value, [word], 1, lane) == [word]
+        assert run(fragments.HALVES_ASM.value, [word, 5], 2, lane) == [word, 5]

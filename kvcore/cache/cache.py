@@ -204,6 +204,7 @@ class Cache:
         self.storage.trim(count)
         if count:
             self._positions.trim(self.tokens)
+            self._place()
 
     def drop(self, first: int, count: int) -> None:
         """Forget ``count`` tokens from live row ``first`` on. The others stay as they are stored, at their positions,
@@ -232,6 +233,7 @@ class Cache:
         self.require(rows.tokens if self.spec.cap is None else min(rows.tokens, self.spec.cap.tokens))
         self._rows().load(rows.views, min(first, self.spec.window.sink_tokens), rows.handed_over)
         self._positions = Positions(list(rows.holes))
+        self._place()
         self._handed_over = rows.handed_over
         if self.spec.cap is not None:
             self._drop_beyond(self.spec.cap.tokens)
@@ -266,6 +268,10 @@ class Cache:
         assert self.spec.cap is not None
         if self.tokens > tokens:
             self.drop(self.spec.cap.keep, self.tokens - tokens)
+
+    def _place(self) -> None:
+        if self._turning is not None:
+            self._turning.place(self.offset)
 
     def _rows(self) -> RowStorage:
         if not isinstance(self.storage, RowStorage):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 
-from kvcore.cache.layer import LayerCache, LayerKernels
+from kvcore.cache.layer import LayerCache, LayerKernels, fold_due
 from kvcore.layout import CODECS, CacheShape, CacheStats, KVView, Layout
 from kvcore.layout.footprint import FOREVER, Rows, rows_needed
 from kvcore.ops import Array, Ops
@@ -50,14 +50,13 @@ class ContiguousStorage:
         return sum(layer.live_bytes() for layer in self.layers)
 
     def commit(self) -> None:
-        for layer in self.layers:
-            layer.commit()
+        fold_due(self.layers)
 
     def hand_over(self) -> None:
         for layer in self.layers:
             room = _room(self._shape, layer.layout)[1]
+            # Layer by layer: one gives its raw rows back before the next takes room for quantized ones.
             layer.hand_over(None if room is None else room.tail)
-            layer.commit()  # layer by layer: one gives its raw rows back before the next takes room for quantized ones
 
     def trim(self, count: int) -> None:
         for layer in self.layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -109,20 +109,33 @@ class LayerCache:
         return self._kernels.attend(self._ops, q, replace(view, keep=keep) if keep else view, scale, window)
 
     def hand_over(self, tail: int | None) -> None:
-        """Rows fold from now on; the raw tail that is left needs room for ``tail`` rows (None: as it grows)."""
+        """Rows fold from now on, and what is due at once; the raw tail that is left needs room for ``tail`` rows (None:
+        as it grows). An error leaves the layer as it was."""
+        before = self.folding, [part.tail.first_capacity for part in (self._k, self._v)]
         self.folding = self.layout.quantized
         for part in (self._k, self._v):
             if tail is not None and self.folding:
                 part.tail.first_capacity = tail
+        try:
+            self.commit()
+        except BaseException:
+            self.folding, (self._k.tail.first_capacity, self._v.tail.first_capacity) = before
+            raise
 
     def commit(self) -> int:
         """Fold the oldest raw rows, whole pages at a time, where the window policy says so; returns their number."""
+        return fold_due([self])[0]
+
+    def _rows_due(self) -> int:
+        """Rows that `fold_due` folds. NonFiniteError where one of them forbids it."""
         rows = self._window.foldable(self.rows_tail) if self.folding else 0
-        if rows == 0:
-            return 0
-        if self._raise_on_nonfinite:  # before either part changes
+        if rows and self._raise_on_nonfinite:
             self._check_finite(self._k, "K", rows)
             self._check_finite(self._v, "V", rows)
+        return rows
+
+    def _encode(self, rows: int) -> None:
+        """Sinks and pages of the oldest raw rows, which stay where they are."""
         new_sinks = min(self._first_rows, rows) if self._folded_rows == 0 else 0
         page = self._window.page_size
         step = max(1, _ENCODE_ROWS // page) * page
@@ -132,18 +145,22 @@ class LayerCache:
             for start in range(0, rows, step):
                 chunk = tail[:, :, start : min(rows, start + step)]
                 part.fold(self._ops, self._kernels.encode, chunk, page)
-            part.tail.drop_front(rows)
-        self._folded_rows += rows
-        return rows
+
+    def _take_back(self) -> None:
+        """What `_encode` has done, all or a part of it."""
+        for part in (self._k, self._v):
+            part.sinks.truncate(min(part.sinks.length, self._folded_rows))
+            part.truncate_folded(self._folded_rows)
 
     def trim(self, count: int) -> None:
         """Forget the newest ``count`` rows. Folded rows are never unfolded: the tail gets shorter, even empty."""
         if not 0 <= count <= self.tokens:
             raise InputError(f"cannot trim {count} rows: the cache holds {self.tokens}")
         from_tail = min(count, self.rows_tail)
+        tail = self.rows_tail - from_tail
         self._folded_rows -= count - from_tail
         for part in (self._k, self._v):
-            part.tail.truncate(part.tail.length - from_tail)
+            part.tail.truncate(min(part.tail.length, tail))  # V's is shorter where a step failed between the two
             part.sinks.truncate(min(part.sinks.length, self._folded_rows))
             part.truncate_folded(self._folded_rows)
         if count and self._folded_rows == 0 and self.tokens <= self._first_rows:
@@ -249,3 +266,21 @@ class LayerCache:
 
     def arrays(self) -> list[Array]:
         return [array for buffer in self.buffers() for array in buffer.arrays()]
+
+
+def fold_due(layers: Sequence[LayerCache]) -> list[int]:
+    """Fold what is due in each layer and return how many rows that were; an error leaves all of them as they were."""
+    due = [layer._rows_due() for layer in layers]
+    folding = [(layer, rows) for layer, rows in zip(layers, due, strict=True) if rows]
+    try:
+        for layer, rows in folding:
+            layer._encode(rows)
+        tails = [[part.tail.without_front(rows) for part in (layer._k, layer._v)] for layer, rows in folding]
+    except BaseException:
+        for layer, _ in folding:
+            layer._take_back()
+        raise
+    for (layer, rows), (k, v) in zip(folding, tails, strict=True):
+        layer._k.tail, layer._v.tail = k, v
+        layer._folded_rows += rows
+    return due

@@ -97,19 +97,21 @@ class RowBuffer:
             self.start += count
         self.length = left
 
-    def drop_front(self, count: int) -> None:
-        """Forget the oldest ``count`` rows; the rest moves into a buffer of its own size."""
-        rest = self.live()[:, :, count:]
-        self._buffer = None
-        self._shared = False
-        self.start = self.length = 0
-        self.append(rest)
-        self.bytes_copied += self.length * self.row_bytes
+    def without_front(self, count: int) -> RowBuffer:
+        """All but the oldest ``count`` rows, in a buffer of their own size; this one stays as it is."""
+        other = self._empty()
+        other.append(self.live()[:, :, count:])
+        other.reallocations = self.reallocations
+        other.bytes_copied = self.bytes_copied + other.length * other.row_bytes
+        return other
+
+    def _empty(self) -> RowBuffer:
+        shape = self._ops, self._batch, self._heads, self._width, self._dtype
+        return RowBuffer(*shape, self.first_capacity, exact=self._exact)
 
     def fork(self) -> RowBuffer:
         """The same rows in the same array, until one of the two writes."""
-        shape = self._ops, self._batch, self._heads, self._width, self._dtype
-        other = RowBuffer(*shape, self.first_capacity, exact=self._exact)
+        other = self._empty()
         other._buffer, other.start, other.length = self._buffer, self.start, self.length
         self._shared = other._shared = self._buffer is not None
         return other

@@ -66,10 +66,11 @@ class Storage(Protocol):
     def layers(self) -> Sequence[CacheLayer]: ...
 
     def commit(self) -> None:
-        """Fold what is due in every layer."""
+        """Fold what is due in every layer. An error leaves everything as it was."""
 
     def hand_over(self) -> None:
-        """Fold from now on, and what is due at once. An error leaves everything as it was."""
+        """Fold from now on, and what is due at once. An error leaves each layer as it was, or handed over: the next
+        call goes on with the others."""
 
     def trim(self, count: int) -> None:
         """Forget the newest ``count`` rows of every layer; nothing is unfolded. InputError where there are fewer."""
@@ -117,6 +118,9 @@ class TurningStorage(Storage, Protocol):
     @property
     def layer_tokens(self) -> int:
         """Live rows of the last layer."""
+
+    def place(self, offset: int) -> None:
+        """The next token has this position: after rows came or went, among which there are holes."""
 
     def angles(self, inv_freq: np.ndarray, count: int) -> tuple[Array, Array]:
         """Begin a step of ``count`` tokens: cos and sin of their positions, for each layer's step."""

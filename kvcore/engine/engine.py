@@ -100,6 +100,11 @@ class Engine:
             self._end_all(STOPPED)
             self._prefixes.clear()
 
+    @property
+    def most_open(self) -> int:
+        """Requests that may run and wait at a time."""
+        return self.config.max_batch + self.config.max_queue
+
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request. ``listener`` gets its output piece by piece, the last one with a finish reason.
 
@@ -114,11 +119,9 @@ class Engine:
                 raise NotReadyError("the engine " + ("is stopping" if self._healthy else "has failed; start it anew"))
             if request.id in self._open:
                 raise InputError(f"request id {request.id!r} is in use")
-            waiting = len(self._open) - len(self._running)
-            if waiting >= self.config.max_queue and (
-                self.config.max_queue or len(self._running) >= self.config.max_batch
-            ):
-                raise QueueFullError(f"{waiting} requests wait, as many as may: try again later", self._retry_after())
+            if len(self._open) >= self.most_open:
+                most = f"{self.most_open} requests run or wait, as many as may"
+                raise QueueFullError(f"{most}: try again later", self._retry_after())
             self._orders += 1
             chunk, sampler = self._chunk, Sampler(request.params)
             running = Running(request, listener, mode, self._orders, limit, chunk, answer, sampler)

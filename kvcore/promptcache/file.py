@@ -14,6 +14,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ import numpy.typing as npt
 from kvcore.cache import CacheRows, Hole
 from kvcore.errors import InputError, ModelError
 from kvcore.layout import Cap, KVView, Layout
-from kvcore.ops import Ops
+from kvcore.models.fields import quoted
+from kvcore.ops import ITEMSIZE, Ops
 from kvcore.promptcache.atomic import check_target, write_atomically
 from kvcore.promptcache.identity import Identity
 from kvcore.weights.json_file import parse_json
@@ -98,10 +100,12 @@ def read_prompt_cache(path: Path, layouts: Sequence[Layout], kv_heads: int, iden
                 f"version {VERSION} of them, so make the file again"
             )
         theirs.check(identity, str(path))
-        holes = tuple(Hole(int(at), int(count)) for at, count in about["holes"])
-        cap = None if about["cap"] is None else Cap(*map(int, about["cap"]))
-        dtype, handed_over, layers = str(about["dtype"]), bool(about["handed_over"]), int(about["layers"])
-        offset, crc = int(about["offset"]), int(about["crc32"])
+        holes = tuple(Hole(_whole(at), _whole(count)) for at, count in about["holes"])
+        cap = None if about["cap"] is None else Cap(*map(_whole, about["cap"]))
+        dtype, handed_over, layers = str(about["dtype"]), about["handed_over"], _whole(about["layers"])
+        offset, crc = _whole(about["offset"]), _whole(about["crc32"])
+        if dtype not in ITEMSIZE or not isinstance(handed_over, bool):
+            raise ValueError(f"dtype {quoted(dtype)} or handed_over {quoted(handed_over)}")
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{path} is damaged: its description lacks or misspells {error}") from error
     if layers != len(layouts):
@@ -114,6 +118,9 @@ def read_prompt_cache(path: Path, layouts: Sequence[Layout], kv_heads: int, iden
     rows = CacheRows(tuple(reader.view(i, layout) for i, layout in enumerate(layouts)), holes, handed_over)
     if rows.offset != offset or any(view.tokens != rows.tokens for view in rows.views):
         raise ModelError(f"{path} is damaged: its layers hold {rows.offset} positions, its description says {offset}")
+    ends = [-1, *(hole.at for hole in holes), rows.tokens + 1]
+    if any(b <= a for a, b in pairwise(ends)) or any(hole.missing < 1 for hole in holes):
+        raise ModelError(f"{path} is damaged: {quoted([*map(list, holes)])} are no holes among {rows.tokens} rows")
     if len({view.page_rows for view in rows.views if view.folded}) > 1:
         raise ModelError(f"{path} is damaged: the pages of its layers have different rows")
     return PromptCache(identity, dtype, tokens, rows, cap)
@@ -149,10 +156,16 @@ def _about(file: SafetensorsFile, path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is no prompt cache: make one with kvcore cache-prompt")
     about = parse_json(str(file.metadata.get("cache", "")).encode(), f"{path}: its description")
     if about.get("version") not in (1, VERSION):
-        raise ModelError(
-            f"{path} has format version {about.get('version')}, this kvcore reads 1 and {VERSION}: make the file again"
-        )
+        found = quoted(about.get("version"))
+        raise ModelError(f"{path} has format version {found}, this kvcore reads 1 and {VERSION}: make the file again")
     return about
+
+
+def _whole(value: object) -> int:
+    """A whole number of the description. ValueError for anything else that JSON knows."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"the number {quoted(value)}")
+    return value
 
 
 def _take(arrays: Arrays, name: str, dtype: str, shape: tuple[int, ...], path: Path) -> npt.NDArray[np.generic]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from kvcore.errors import InputError
+from kvcore.models.fields import quoted
 
 # In the order in which a mismatch is told: name of the field, and what to do about it.
 _ADVICE = {
@@ -46,6 +47,12 @@ def _differing(file: object, here: object) -> str:
     """Both values; of mappings only what differs."""
     if isinstance(file, Mapping) and isinstance(here, Mapping):
         names = [name for name in {**file, **here} if file.get(name) != here.get(name)]
-        pairs = [", ".join(f"{name} {values.get(name)}" for name in names) for values in (file, here)]
+        pairs = [", ".join(f"{name} {_shown(values.get(name))}" for name in names) for values in (file, here)]
         return f"{pairs[0]} in the file and {pairs[1]} here"
-    return f"{file} in the file and {here} here"
+    return f"{_shown(file)} in the file and {_shown(here)} here"
+
+
+def _shown(value: object) -> str:
+    """In one line, whatever stands in a damaged file."""
+    text = str(value)
+    return text if text.isprintable() and len(text) <= 200 else quoted(value)

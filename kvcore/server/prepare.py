@@ -208,8 +208,8 @@ def _plan(
     echo: bool = False,
 ) -> Plan:
     n, options = (body.n or 1, body.stream_options) if isinstance(body, OpenAiFields) else (1, None)
-    if n * len(prompts) > MAX_CHOICES:
-        raise bad_request(f"n: {n} answers to {len(prompts)} prompts: at most {MAX_CHOICES} at a time", "n")
+    if n * len(prompts) > (most := min(MAX_CHOICES, served.engine.most_open)):
+        raise bad_request(f"n: {n} answers to {len(prompts)} prompts: at most {most} at a time", "n")
     prefix = "chatcmpl" if endpoint == "chat" else "cmpl"
     plan_id = f"{prefix}-{uuid.uuid4().hex}"
     params = _params(body, served, max_tokens)

@@ -16,6 +16,9 @@ DEFAULT_NAME = "default_model"  # what mlx_lm.server's clients call whatever is 
 class EngineLike(Protocol):
     """What of the engine is used here; `kvcore.engine.Engine` is one."""
 
+    @property
+    def most_open(self) -> int: ...
+
     def submit(self, request: Request, listener: Listener) -> None: ...
 
     def cancel(self, request_id: str) -> None: ...

@@ -415,3 +415,94 @@ def test_stats_and_description_are_plain_values(backend: Backend) -> None:
         ("encode", "encode-graph", "graph"),
         ("attend", "attend-graph", "graph"),
     ]
+
+
+def _state(backend: Backend, cache: Cache) -> list[object]:
+    """What a cache holds, layer by layer."""
+    views = [layer.view() for layer in cache.layers]
+    rows = [tuple(backend.ops.to_numpy(x).tobytes() for x in cache.dense(i)) for i in range(len(views))]
+    return [
+        (view.sinks, view.folded, view.tokens, view.page_rows, held) for view, held in zip(views, rows, strict=True)
+    ]
+
+
+def _failing(cache: Cache, at: int) -> list[int]:
+    """Let the ``at``-th quantization from now on find no memory; the list counts them."""
+    calls: list[int] = []
+
+    def failing(encode: object) -> object:
+        def run(*args: object) -> object:
+            calls.append(1)
+            if len(calls) == at:
+                raise MemoryError("no room")
+            return encode(*args)  # type: ignore[operator]
+
+        return run
+
+    for layer in cache.layers:
+        layer._kernels = replace(layer._kernels, encode=failing(layer._kernels.encode))
+    return calls
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("first", [20, 60])
+def test_a_fold_that_fails_changes_nothing(backend: Backend, first: int, at: int) -> None:
+    """The first fold or a later one, in K or V of either layer; where there is room again it goes on as ever."""
+    rows = [gaussian(1, 2, 100, 64, seed=i) for i in range(2)]
+    caches = [new_cache(backend, "turbo4", layers=2, window=WindowPolicy(4, 0, 32)) for _ in range(2)]
+    for cache in caches:
+        feed(cache, backend.ops, *(x[:, :, :first] for x in rows))
+        for layer in cache.layers:
+            layer.append(*(backend.ops.asarray(x[:, :, first:]) for x in rows))
+    broken, whole = caches
+    before = _state(backend, broken)
+    calls = _failing(broken, at)
+    with pytest.raises(MemoryError):
+        broken.commit()
+    assert len(calls) == at
+    assert _state(backend, broken) == before
+    broken.commit()
+    whole.commit()
+    assert _state(backend, broken) == _state(backend, whole)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_hand_over_that_fails_is_made_by_the_next_call(backend: Backend, at: int) -> None:
+    """Of a delegated mode, in whose layers V alone is quantized."""
+    rows = [gaussian(1, 2, 100, 64, seed=i) for i in range(2)]
+    broken, whole = (new_cache(backend, "turbo4-delegated", layers=2) for _ in range(2))
+    for cache in (broken, whole):
+        feed(cache, backend.ops, *rows)
+    before = _state(backend, broken)
+    _failing(broken, 2 * at)
+    with pytest.raises(MemoryError):
+        broken.begin_decode()
+    assert not broken.handed_over
+    assert _state(backend, broken)[at - 1 :] == before[at - 1 :]
+    assert [layer.tokens for layer in broken.layers] == [100, 100]
+    for cache in (broken, whole):
+        cache.begin_decode()
+    assert _state(backend, broken) == _state(backend, whole)
+
+
+def test_a_step_that_fails_between_k_and_v_is_taken_back(backend: Backend) -> None:
+    cache = new_cache(backend, "int8", layers=2, window=SMALL)
+    feed(cache, backend.ops, gaussian(1, 2, 50, 64), gaussian(1, 2, 50, 64, seed=1))
+    before = _state(backend, cache)
+    undo, new = cache.checkpoint(), backend.ops.asarray(gaussian(1, 2, 3, 64))
+    cache.layers[0].append(new, new)
+    cache.layers[1]._k.tail.append(new)  # and V's found no room
+    undo()
+    assert _state(backend, cache) == before
+
+
+def test_a_row_that_cannot_be_quantized_stops_every_layer(reference: Backend) -> None:
+    cache = new_cache(reference, "int8", layers=2, window=SMALL)
+    good, bad = gaussian(1, 2, 100, 64), gaussian(1, 2, 100, 64)
+    bad[0, 1, 7, 3] = np.nan
+    cache.layers[0].append(good, good)
+    cache.layers[1].append(good, bad)
+    before = [(layer.rows_folded, layer.rows_tail) for layer in cache.layers]
+    with pytest.raises(NonFiniteError, match="V of layer 1"):
+        cache.commit()
+    assert [(layer.rows_folded, layer.rows_tail) for layer in cache.layers] == before

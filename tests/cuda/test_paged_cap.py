@@ -100,6 +100,39 @@ def test_a_batch_under_a_cap(backend: Backend) -> None:
     pair.both_hold_the_same_rows()
 
 
+def test_positions_on_the_device_know_of_holes(backend: Backend) -> None:
+    """After a load, a trim, a rewind to before a hole, and a trim of rows before which the newest were dropped."""
+
+    def angle(cache: Cache) -> float:
+        cache.begin_step(1)
+        cos, sin = cache.angles(np.array([1e-3], np.float32), 1)  # type: ignore[misc]
+        turn = 1e3 * float(torch.atan2(sin.flatten()[0], cos.flatten()[0]))
+        cache.shorten(cache.tokens)
+        return turn
+
+    spec = replace(ONE, cap=Cap(300, 4))
+    cache = paged(backend, spec, attend=no_attention)
+    for count in (290, 60, 30):
+        cache.begin_step(count)
+        feed(backend, cache, count, count)
+        cache.commit()
+    loaded = paged(backend, spec, attend=no_attention)
+    loaded.load(cache.export())
+    assert loaded.offset == 380
+    assert angle(loaded) == pytest.approx(380, abs=0.01)
+    cache.rewind(300)
+    assert (cache.offset, angle(cache)) == (300, pytest.approx(300, abs=0.01))
+    cache.rewind(20)
+    assert (cache.offset, angle(cache)) == (4, pytest.approx(4, abs=0.01))
+    cache = paged(backend, ONE, attend=no_attention)
+    feed(backend, cache, 50, 0)
+    cache.commit()
+    cache.drop(40, 10)
+    assert (cache.offset, angle(cache)) == (50, pytest.approx(50, abs=0.01))
+    cache.trim(5)
+    assert (cache.offset, angle(cache)) == (35, pytest.approx(35, abs=0.01))
+
+
 @pytest.mark.parametrize("mode", ["fp16", "int8"])
 def test_a_small_cap_with_rows_all_raw(backend: Backend, mode: str) -> None:
     """All in one or two pages, the page of the kept rows in the table twice."""

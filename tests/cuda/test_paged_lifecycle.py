@@ -110,6 +110,11 @@ class PagedLifecycle(Lifecycle):
         return [self.cache, *(cache for cache, _ in self.idle), *donated]
 
     @invariant()
+    def the_device_s_positions_are_the_cache_s(self) -> None:
+        for cache in self.caches():
+            assert storage_of(cache).tables.host_state()[2] == cache.offset
+
+    @invariant()
     def references_are_those_of_the_tables(self) -> None:
         counted: Counter[tuple[int, int]] = Counter()
         for cache in self.caches():

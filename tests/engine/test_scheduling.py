@@ -87,12 +87,26 @@ def test_at_most_max_batch_requests_run(model: kvcore.Model) -> None:
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(model: kvcore.Model) -> None:
     engine = new_engine(model, max_batch=1, max_queue=2)
-    heard = submit(engine, request("a", ids(8), 6), request("b", ids(8), 6))
-    with pytest.raises(QueueFullError, match="2 requests wait") as refused:
-        submit(engine, request("c", ids(8), 6))
-    assert refused.value.retry_after >= 1
-    engine.step()
-    heard += submit(engine, request("c", ids(8), 6))
+    heard = submit(engine, *(request(name, ids(8), 6) for name in "abc"))
+    for _ in range(3):
+        with pytest.raises(QueueFullError, match="3 requests run or wait, as many as may") as refused:
+            submit(engine, request("d", ids(8), 6))
+        assert refused.value.retry_after >= 1
+        engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (1, 2)
+    while not heard[0].done:
+        engine.step()
+    heard += submit(engine, request("d", ids(8), 6))
+    finish(engine, heard)
+
+
+@pytest.mark.parametrize(("batch", "queue"), [(4, 0), (4, 2), (1, 5)])
+def test_a_burst_fills_the_batch_before_the_queue(model: kvcore.Model, batch: int, queue: int) -> None:
+    """All before the engine has seen the first: as many as run, and as many as wait."""
+    engine = new_engine(model, max_batch=batch, max_queue=queue)
+    heard = submit(engine, *(request(f"r{i}", ids(8), 6) for i in range(batch + queue)))
+    with pytest.raises(QueueFullError):
+        submit(engine, request("more", ids(8), 6))
     finish(engine, heard)
 
 

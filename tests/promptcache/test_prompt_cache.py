@@ -273,6 +273,53 @@ def test_B113_each_field_of_the_description_counts(model: kvcore.Model, tmp_path
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "holes",
+    [
+        [[5, -1]],
+        [[-5, 50]],
+        [[999, 50]],
+        [[4, 60], [4, -10]],
+        [[4, 50.5]],
+        [[30, 25], [4, 25]],
+        [[4, float("inf")]],
+        [4],
+    ],
+)
+def test_holes_that_are_none_are_damage(model: kvcore.Model, tmp_path: Path, holes: list[Any]) -> None:
+    path = tmp_path / "cache"
+    cache = model.new_cache("fp16", max_kv_size=40, keep=4)
+    for start in range(0, 90, 30):
+        model.forward(np.array([ids(90)[start : start + 30]]), cache)
+    model.save_cache(path, cache, ids(90))
+    loaded, _ = model.load_cache(path, "fp16", max_kv_size=40)
+    assert loaded.holes == ((4, 50),)
+    edited(path, lambda about: about.update(holes=holes))
+    with pytest.raises(ModelError, match="is damaged"):
+        model.load_cache(path, "fp16", max_kv_size=40)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, float("inf")) for name in ("layers", "offset", "crc32", "cap", "version")),
+        *(
+            (name, "a\nb")
+            for name in ("dtype", "model", "tokenizer", "mode", "version", "handed_over", "rope", "window")
+        ),
+    ],
+)
+def test_what_a_description_may_not_say_is_told_in_one_line(
+    model: kvcore.Model, tmp_path: Path, field: str, value: object
+) -> None:
+    path = tmp_path / "cache"
+    model.save_cache(path, prefilled(model, ids(20), "int8"), ids(20))
+    edited(path, lambda about: about.update({field: [value, value] if field == "cap" else value}))
+    with pytest.raises((InputError, ModelError)) as caught:
+        model.load_cache(path, "int8")
+    assert "\n" not in str(caught.value)
+
+
 @each_mode
 def test_B118_every_cache_of_a_session_comes_back(model: kvcore.Model, tmp_path: Path, mode: str) -> None:
     """One that was trimmed, a fork, the one that it was forked from, one of a short prompt."""

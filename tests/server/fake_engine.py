@@ -45,6 +45,7 @@ class FakeEngine:
     step_seconds: float = 0.0
     prefill_step: int = 10**9
     max_queue: int = 1000
+    most_open: int = 1000
     refusals: dict[str, Exception] = field(default_factory=dict)
     fail_after: int | None = None
     failure: Failure = NOT_FINITE

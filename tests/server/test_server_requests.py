@@ -276,6 +276,13 @@ def test_of_several_choices_all_are_taken_or_none(serve_fake: Callable[..., Live
     assert works(live)
 
 
+def test_more_choices_than_may_ever_be_open_are_a_bad_request(serve_fake: Callable[..., Live]) -> None:
+    live = serve_fake(engine={"most_open": 3})
+    error = error_of(live.post(CHAT, messages=MESSAGES, n=4), 400)
+    assert (error["param"], "at most 3 at a time" in error["message"]) == ("n", True)
+    assert works(live)
+
+
 def test_a_model_without_a_template_takes_completions_only(serve_fake: Callable[..., Live], tmp_path: Any) -> None:
     from tiny_tokenizer import write_tiny_tokenizer
 

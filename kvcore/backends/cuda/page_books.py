@@ -203,6 +203,10 @@ class PageBooks:
         self._rows[row] = sequence
         self._mark(row)
 
+    def place(self, row: int, position: int) -> None:
+        """The sequence's next token has this position."""
+        self._rows[row].position = position
+
     def fork(self, source: int, target: int) -> None:
         """Let the empty ``target`` hold what ``source`` holds; pages are shared until one of them writes."""
         origin = self._rows[source]

@@ -220,6 +220,11 @@ class PagedStorage:
         self.set_layer_tokens([self.tokens] * len(self._states))
         self._stale = True
 
+    def place(self, offset: int) -> None:
+        for row in self._rows():
+            self.tables.place(row, offset)
+        self._stale = True
+
     def load(self, views: Sequence[KVView], first_rows: int, folding: bool) -> None:
         """Take canonical rows into this empty storage: see `kvcore.cache.RowStorage.load`."""
         view, rows = views[0], range(self.shape.batch)

@@ -6,6 +6,8 @@ import mlx_lm
 
 from kvcore.integrations.mlx_lm import patched
 
+if len(sys.argv) not in (2, 3):
+    sys.exit(__doc__)
 path, mode = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "turbo4"
 model, tokenizer = mlx_lm.load(path)
 with patched(model, mode):

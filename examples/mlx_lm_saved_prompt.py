@@ -8,7 +8,9 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from kvcore.integrations.mlx_lm import make_prompt_cache, patched
 
-path, file = sys.argv[1:3]
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
+path, file = sys.argv[1:]
 model, tokenizer = mlx_lm.load(path)
 with patched(model):
     cache = make_prompt_cache(model, "int8-turbo4")

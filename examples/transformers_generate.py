@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcore.integrations.transformers import KVCache, cache_argument
 
+if len(sys.argv) not in (2, 3):
+    sys.exit(__doc__)
 path, mode = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "turbo4"
 tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

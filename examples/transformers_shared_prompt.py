@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcore.integrations.transformers import KVCache, cache_argument
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, attn_implementation="kvcore").eval()
 

@@ -52,6 +52,8 @@ def recommend(plan: Plan, costs: Sequence[ModeCost], max_kl: float = MAX_KL) -> 
     measured KL is at most ``max_kl``; where none is, the most faithful one."""
     fitting = [cost for cost in costs if cost.largest_context is None or cost.largest_context >= plan.context]
     if not fitting:
+        if plan.memory is not None and plan.memory < plan.weight_bytes:
+            return Recommendation(None, False, "that memory does not hold the weights")
         longest = max(costs, key=lambda cost: cost.largest_context or 0, default=None)
         most = "" if longest is None else f"; the longest that fits is {longest.largest_context:,} in {longest.mode}"
         return Recommendation(None, False, f"no mode holds {plan.context:,} tokens in that memory{most}")

@@ -23,6 +23,7 @@ from kvcore.ops import ITEMSIZE
 from kvcore.recommend import BASIS, FIDELITY, Recommendation, recommend
 from kvcore.weights.gguf_header import read_gguf_header
 from kvcore.weights.json_file import read_json
+from kvcore.weights.safetensors import open_safetensors
 from kvcore.weights.source import HUB_ID
 
 AFFINE_OVERHEAD = 32 / 64  # a 16-bit scale and bias per group of 64
@@ -98,9 +99,15 @@ def _from_config(path: Path, name: str) -> Source:
     fields = Fields(settings, str(path))
     if fields.get("quantization") is None:
         return Source(name, ModelShape.from_config(config), 8 * ITEMSIZE[config.dtype])
+    shape = ModelShape.from_config(config)
+    if files := sorted(path.parent.glob("*.safetensors")):  # modules may differ
+        entries = [
+            entry for file in files for entry in open_safetensors(file).entries.values() if len(entry.shape) == 2
+        ]
+        return Source(name, shape, 8 * sum(entry.end - entry.start for entry in entries) / shape.weights)
     block = Fields(fields.block("quantization"), f"{path}: quantization")
     scales = 2 * 8 * ITEMSIZE[config.dtype] / block.count("group_size")  # a scale and a bias per group
-    return Source(name, ModelShape.from_config(config), block.count("bits") + scales)
+    return Source(name, shape, block.count("bits") + scales)
 
 
 def _from_gguf(path: Path) -> Source:

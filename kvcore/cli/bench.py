@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcore.backends import Backend, load_backend
 from kvcore.bench import report
 from kvcore.bench.environment import describe, machine
 from kvcore.cli.options import (
@@ -132,7 +133,6 @@ def bench_rates(
 
 def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common: CommonOptions) -> None:
     """The fused attention kernels beside torch's on an NVIDIA GPU, or beside MLX's on an Apple one."""
-    from kvcore.backends import load_backend
     from kvcore.bench.shape import Shape
 
     if options.backend not in SHAPES:
@@ -143,7 +143,7 @@ def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common:
     words = (options.shapes or SHAPES[options.backend]).split(",")
     shapes = [Shape(*numbers("--shapes", shape, "x", 2), *heads) for shape in words]
     _sixteen_bits(options.bench_dtype)
-    backend = load_backend(options.backend)
+    backend = _gpu_backend("attention") if options.backend == "cuda" else load_backend(options.backend)
     environment = {**describe(backend), "data": "normal, seed 0"}
     repeats = max(bench.repeats, 11)
     if options.backend == "metal":
@@ -165,13 +165,11 @@ def bench_attention(bench: BenchOptions, options: AttentionBenchOptions, common:
 
 def bench_cache(bench: BenchOptions, options: CacheBenchOptions, common: CommonOptions) -> None:
     """The kernels that write the paged cache, on an NVIDIA GPU."""
-    from kvcore.backends import load_backend
-
     modes = modes_of(bench.modes)
     check_positive("--repeats", bench.repeats)
     batches = numbers("--batches", options.batches)
     _sixteen_bits(options.bench_dtype)
-    backend = load_backend("cuda")
+    backend = _gpu_backend("cache")
 
     from kvcore.bench.cache import COLUMNS, run
 
@@ -180,22 +178,26 @@ def bench_cache(bench: BenchOptions, options: CacheBenchOptions, common: CommonO
     publish("cache", environment, rows, COLUMNS, bench, common)
 
 
+def _gpu_backend(name: str) -> Backend:
+    """BackendError without an NVIDIA GPU: these benchmarks have nothing to time elsewhere."""
+    try:
+        return load_backend("cuda")
+    except BackendError as error:
+        why = str(error).removeprefix("backend cuda: ").partition(";")[0]
+        raise BackendError(
+            f"bench {name} times CUDA kernels: {why}; run it on a machine with an NVIDIA GPU, or time a whole model "
+            "here with kvcore bench decode"
+        ) from None
+
+
 def bench_linear(options: LinearBenchOptions, common: CommonOptions) -> None:
     """The products of a decode step, on an NVIDIA GPU."""
-    from kvcore.backends import load_backend
     from kvcore.bench.random_model import random_checkpoint
 
     check_positive("--repeats", options.repeats)
     rows = list(dict.fromkeys(numbers("--rows", options.rows)))
     checkpoint = random_checkpoint(options.random_model)
-    try:
-        backend = load_backend("cuda")
-    except BackendError as error:
-        why = str(error).removeprefix("backend cuda: ").partition(";")[0]
-        raise BackendError(
-            f"bench linear times CUDA kernels: {why}; run it on a machine with an NVIDIA GPU, or time a whole model "
-            "here with kvcore bench decode"
-        ) from None
+    backend = _gpu_backend("linear")
     if backend.fused_ops is None:
         raise BackendError(
             f"bench linear: no kernels for {backend.arch}: they need sm_80 or newer, and Triton; time a whole model "

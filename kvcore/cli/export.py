@@ -37,10 +37,11 @@ def export_vllm(
     """The line on stdout, what differs on stderr; both in one object with --json."""
     if model.model is None:
         raise InputError("no --model: vLLM serves a folder or a hub id, and has no embedded model")
+    chosen = choose_mode(mode).mode  # before the hub is asked
     config, kind = _shape(model.model)
     settings = VllmSettings(
         model=model.model,
-        mode=choose_mode(mode).mode,
+        mode=chosen,
         dtype=resolve_dtype(options.dtype),
         window=window_policy(window),
         ranks=parallel.tensor_parallel,

@@ -39,7 +39,7 @@ class ModelOption:
         str | None,
         flag(
             "--model",
-            "Folder, .gguf file or hub id ORG/NAME; without it, the embedded SmolLM2.",
+            "Folder, .gguf file or hub id ORG/NAME; without it, most commands use the embedded SmolLM2.",
             metavar="MODEL",
         ),
     ] = None
@@ -50,7 +50,7 @@ class ModeOptions:
     """Three ways to choose a mode; without any, fp16."""
 
     kv_cache_mode: Annotated[
-        str | None, flag("--kv-cache-mode", f"One of {MODES}. Without it: fp16.", metavar="MODE")
+        str | None, flag("--kv-cache-mode", f"One of {MODES}. Without it fp16; doctor shows all.", metavar="MODE")
     ] = None
     cache_type_k: Annotated[
         str | None, flag("--cache-type-k", "How keys are stored: fp16, int8 or turbo4.", metavar="TYPE")
@@ -90,7 +90,7 @@ class LifeOptions:
         flag("--kv-cache-budget", "Most bytes that the cache may take, such as 512MiB or 2G.", metavar="BYTES"),
     ] = None
     prompt_cache: Annotated[
-        str | None, flag("--prompt-cache", "File with the cache of a prompt (kvcore cache-prompt).", metavar="FILE")
+        str | None, flag("--prompt-cache", "File of a prompt's cache, which cache-prompt writes.", metavar="FILE")
     ] = None
 
 
@@ -155,7 +155,7 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOption:
-    prompt: Annotated[str | None, flag("--prompt", "Text to answer; - reads standard input.", metavar="TEXT")] = None
+    prompt: Annotated[str | None, flag("--prompt", "The text; - reads standard input.", metavar="TEXT")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +281,7 @@ class BenchOptions:
     repeats: Annotated[int, flag("--repeats", "Timed runs of each row.")] = 3
     out: Annotated[
         str | None,
-        flag("--out", "Folder for the Markdown, JSON lines, CSV and plot files.", metavar="DIR"),
+        flag("--out", "Folder for Markdown, JSON lines, CSV and, where there is one, the plot.", metavar="DIR"),
     ] = None
 
 
@@ -439,7 +439,8 @@ class EvalOptions:
         flag("--probes", "Also measure attention, greedy, retrieval; comma-separated.", metavar="LIST"),
     ] = ""
     out: Annotated[
-        str | None, flag("--out", "Folder for the Markdown, JSON lines, CSV and plot files.", metavar="DIR")
+        str | None,
+        flag("--out", "Folder for Markdown, JSON lines, CSV and, where there is one, the plot.", metavar="DIR"),
     ] = None
     state: Annotated[
         str | None,

@@ -35,6 +35,8 @@ class Identity:
         differs = [name for name in _ADVICE if getattr(self, name) != getattr(other, name)]
         if not differs:
             return
+        if "mode" in differs and "layout" in differs:
+            differs.remove("layout")  # which follows from the mode
         said = "; ".join(f"{name} is {_differing(getattr(self, name), getattr(other, name))}" for name in differs)
         advice = " and ".join(dict.fromkeys(_ADVICE[name] for name in differs))
         raise InputError(f"{where} does not fit this run: {said}: {advice}, or make the file again")

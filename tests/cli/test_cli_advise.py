@@ -91,6 +91,7 @@ def test_the_largest_context_ends_at_the_models_limit() -> None:
 
 def test_memory_below_the_weights_holds_nothing_and_says_so(cli: Cli) -> None:
     outcome = cli("advise", "--model", "llama-3.1-70b", "--memory", "24GiB")
+    assert "recommended: none, because that memory does not hold the weights." in outcome.out
     assert "The memory does not hold the weights." in outcome.out
     assert len({line.split()[4] for line in outcome.out.splitlines() if line.startswith(tuple(MODES))}) == 1
 
@@ -167,6 +168,17 @@ def test_a_folder_needs_no_weights(cli: Cli, tmp_path: Path) -> None:
 def test_a_quantized_folder_counts_scales(cli: Cli, tmp_path: Path) -> None:
     write_tiny_llama(tmp_path, dtype="bfloat16", layers=3, quantize={"bits": 4, "group_size": 32})
     assert source(cli, tmp_path) == (TINY, 5)
+
+
+def test_weights_that_are_there_are_counted(cli: Cli, tmp_path: Path) -> None:
+    """Modules may have formats of their own, of which the first lines of the config know nothing."""
+    write_tiny_llama(tmp_path, dtype="bfloat16", layers=3, quantize={"bits": 4, "group_size": 32})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization"] |= {"bits": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert source(cli, tmp_path) == (TINY, 5)
+    (tmp_path / "model.safetensors").unlink()
+    assert source(cli, tmp_path) == (TINY, 9)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8.5), ("Q4_1", 5), ("F32", 32)])

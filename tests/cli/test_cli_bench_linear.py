@@ -21,7 +21,8 @@ def test_bad_input_is_one_line(cli: Cli, args: list[str], message: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: nox -s bench-cuda runs the benchmark")
-def test_without_a_gpu_it_says_what_to_do_instead(cli: Cli) -> None:
-    message = cli("bench", "linear", "--json").refused()
-    assert message.startswith("bench linear times CUDA kernels: ")
+@pytest.mark.parametrize("name", ["linear", "attention", "cache"])
+def test_without_a_gpu_it_says_what_to_do_instead(cli: Cli, name: str) -> None:
+    message = cli("bench", name, "--json").refused()
+    assert message.startswith(f"bench {name} times CUDA kernels: ")
     assert message.endswith("or time a whole model here with kvcore bench decode")

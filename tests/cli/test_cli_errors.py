@@ -81,6 +81,13 @@ def test_a_missing_prompt_says_how_to_give_one(cli: Cli, tiny: Path) -> None:
     assert message == "no prompt: give --prompt TEXT, or --prompt - to read it from standard input"
 
 
+def test_a_checkout_without_its_dependencies_is_one_line() -> None:
+    hidden = "import runpy, sys; sys.modules['typer'] = None; runpy.run_module('kvcore', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "kvcore: error: no package typer: install kvcore's dependencies with pip install .\n"
+
+
 def test_an_unknown_command_is_one_line(cli: Cli) -> None:
     assert "generatte" in cli("generatte").refused()
 

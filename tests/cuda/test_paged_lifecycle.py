@@ -89,6 +89,8 @@ class PagedLifecycle(Lifecycle):
         super().fold()
         if not self.solid:
             self.folded = self.cache.stats().rows_folded
+            page_rows = self.cache.layers[0].view().page_rows  # of centred keys
+            self.pages = [page for page, rows in enumerate(page_rows) for _ in range(rows)]
             self.sinks = storage_of(self.cache).tables.rows_sinks(0)
         self.solid |= not self.rows
 
@@ -134,6 +136,22 @@ class PagedLifecycle(Lifecycle):
         self.idle, self.donors = [], []
         self.cache.trim(self.cache.tokens)
         assert all(pool.free_pages == pool.pages for pool in self.pools), "a page leaks"
+
+
+def test_a_raw_page_with_a_hole_folds_as_it_is() -> None:
+    """Its centre is that of its live rows."""
+    machine = type("Machine", (PagedLifecycle,), {"backend": load_backend("cuda", TORCH_DEVICE)})()
+    machine.window, machine.mode, machine.first = WindowPolicy(0, 0), MODES["turbo4"], 0
+    machine.folding, machine.solid, machine.pools = True, True, []
+    machine.cache = machine._empty()
+    machine.append(185)
+    machine.solid = False
+    machine._drop(122, 50)
+    machine.append(131)
+    machine.regions_are_those_of_the_model()
+    machine.every_row_is_where_and_what_it_should_be()
+    assert machine.pages.count(0) == 122
+    assert 0 < machine.pages.count(1) < PAGE
 
 
 @pytest.mark.timeout(600)  # a GPU compiles a kernel for each kind of row count and mode

@@ -131,6 +131,7 @@ def test_weights_that_vllm_does_not_read_are_converted_first(
         (("--model", "FOLDER", "--context", "8k"), "--context 8k: 8192 tokens are more than the 4096"),
         (("--model", "FOLDER", "--kv-cache-mode", "int3"), "int3"),
         (("--model", "no/such/folder"), "no such folder"),
+        (("--model", "org/name", "--kv-cache-mode", "turbo5"), "turbo5"),  # before the hub is asked
     ],
 )
 def test_what_vllm_cannot_do_is_refused(

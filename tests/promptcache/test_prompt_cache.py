@@ -174,7 +174,7 @@ def test_L9_other_settings_are_refused_with_both_values(model: kvcore.Model, fol
     path = tmp_path / "cache"
     model.save_cache(path, prefilled(model, ids(10), "int8"), ids(10))
     with pytest.raises(
-        InputError, match=r"mode is int8 in the file and turbo4 here.*give --kv-cache-mode as in the file"
+        InputError, match=r"mode is int8 in the file and turbo4 here: give --kv-cache-mode as in the file"
     ):
         model.load_cache(path, "turbo4")
     with pytest.raises(

@@ -131,7 +131,9 @@ def test_a_replica_killed_under_load_ends_its_streams_with_an_error_and_comes_ba
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_the_command_serves_until_it_is_told_to_stop(model: Path) -> None:
+@pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_the_command_serves_until_it_is_told_to_stop(model: Path, told: signal.Signals, code: int) -> None:
+    """On SIGTERM it ends what it has begun."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     own = {name: value for name, value in os.environ.items() if not name.startswith("KVCORE_")}
@@ -149,8 +151,17 @@ def test_the_command_serves_until_it_is_told_to_stop(model: Path) -> None:
                 assert process.poll() is None
                 assert time.monotonic() < until
                 time.sleep(0.5)
+        body = json.dumps(
+            {"prompt": "a river", "max_tokens": 1000, "ignore_eos": True, "stream": told == signal.SIGTERM}
+        )
+        url, kind = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, body.encode(), kind), timeout=100) as answer:
+            begun = answer.readline()
+            process.send_signal(told)
+            assert told == signal.SIGINT or (begun + answer.read()).rstrip().endswith(b"data: [DONE]")
+        assert process.wait(100) == code
     finally:
-        process.send_signal(signal.SIGINT)
+        process.kill()
         process.wait(100)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
+import ray
 from pydantic import TypeAdapter, ValidationError
 from ray import serve
 from ray.serve import Application
@@ -121,9 +124,25 @@ def from_options(settings: RaySettings, **groups: Any) -> Application:
 
 
 def run(application: Application, host: str, port: int) -> None:
-    """Start Ray if it does not run, serve there, and stay until a signal."""
+    """Start Ray if it does not run, serve there, and stay until a signal. On SIGTERM answers that run end first, where
+    this process has started Ray; a cluster goes on serving."""
+    own = not ray.is_initialized() and "RAY_ADDRESS" not in os.environ
     serve.start(http_options={"host": host, "port": port})
-    serve.run(application, name="kvcore", blocking=True)
+    signal.signal(signal.SIGTERM, _leave)  # Ray's own handler aborts
+    try:
+        serve.run(application, name="kvcore", blocking=True)
+    except _Stopped:
+        if own:
+            serve.delete("kvcore")  # replicas end what they have begun; a shutdown alone would cut it off
+            serve.shutdown()
+
+
+class _Stopped(Exception):
+    """SIGTERM came."""
+
+
+def _leave(_signal: int, _frame: object) -> None:
+    raise _Stopped
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,8 +203,7 @@ class Cache:
         """
         self.storage.trim(count)
         if count:
-            self._positions.trim(self.tokens)
-            self._place()
+            self._forget_holes()
 
     def drop(self, first: int, count: int) -> None:
         """Forget ``count`` tokens from live row ``first`` on. The others stay as they are stored, at their positions,
@@ -216,7 +215,8 @@ class Cache:
         """Go back to the position ``offset``, and further where the row before it was dropped: to before that hole.
         Returns the position of the next token, which is ``offset`` or less."""
         if offset < self.offset:
-            self.trim(self.tokens - max(0, self._positions.rows_before(offset, self.tokens)))
+            self.storage.trim(self.tokens - max(0, self._positions.rows_before(offset, self.tokens)))
+            self._forget_holes()
         return self.offset
 
     def export(self) -> CacheRows:
@@ -268,6 +268,11 @@ class Cache:
         assert self.spec.cap is not None
         if self.tokens > tokens:
             self.drop(self.spec.cap.keep, self.tokens - tokens)
+
+    def _forget_holes(self) -> None:
+        """Those behind the last row."""
+        self._positions.trim(self.tokens)
+        self._place()
 
     def _place(self) -> None:
         if self._turning is not None:

@@ -98,8 +98,15 @@ class RowBuffer:
         self.length = left
 
     def without_front(self, count: int) -> RowBuffer:
-        """All but the oldest ``count`` rows, in a buffer of their own size; this one stays as it is."""
+        """All but the oldest ``count`` rows, in a buffer of their own size; this one stays as it is. An exact buffer
+        has that size for good: then they stay where they are, and only one of the two may be written to."""
         other = self._empty()
+        if self._exact and self.capacity == self.first_capacity:
+            other._buffer, other._shared = self._buffer, self._shared
+            other.start, other.length = self.start + count, self.length
+            other.truncate(self.length - count)
+            other.reallocations, other.bytes_copied = self.reallocations, self.bytes_copied
+            return other
         other.append(self.live()[:, :, count:])
         other.reallocations = self.reallocations
         other.bytes_copied = self.bytes_copied + other.length * other.row_bytes

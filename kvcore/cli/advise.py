@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from kvcore.models.fields import Fields
 from kvcore.modes import MODES
 from kvcore.ops import ITEMSIZE
 from kvcore.recommend import BASIS, FIDELITY, Recommendation, recommend
+from kvcore.weights.folder import open_files
 from kvcore.weights.gguf_header import read_gguf_header
 from kvcore.weights.json_file import read_json
-from kvcore.weights.safetensors import open_safetensors
 from kvcore.weights.source import HUB_ID
 
 AFFINE_OVERHEAD = 32 / 64  # a 16-bit scale and bias per group of 64
@@ -100,11 +101,11 @@ def _from_config(path: Path, name: str) -> Source:
     if fields.get("quantization") is None:
         return Source(name, ModelShape.from_config(config), 8 * ITEMSIZE[config.dtype])
     shape = ModelShape.from_config(config)
-    if files := sorted(path.parent.glob("*.safetensors")):  # modules may differ
-        entries = [
-            entry for file in files for entry in open_safetensors(file).entries.values() if len(entry.shape) == 2
-        ]
-        return Source(name, shape, 8 * sum(entry.end - entry.start for entry in entries) / shape.weights)
+    with suppress(ModelError):  # without weights the config is all there is
+        files, _ = open_files(path.parent)  # modules may differ
+        entries = [file.entries[tensor] for tensor, file in files.items()]
+        held = sum(entry.end - entry.start for entry in entries if len(entry.shape) == 2)
+        return Source(name, shape, 8 * held / shape.weights)
     block = Fields(fields.block("quantization"), f"{path}: quantization")
     scales = 2 * 8 * ITEMSIZE[config.dtype] / block.count("group_size")  # a scale and a bias per group
     return Source(name, shape, block.count("bits") + scales)

@@ -490,7 +490,9 @@ class ServeOptions:
         ),
     ] = ""
     max_batch: Annotated[int, flag("--max-batch", "Most requests that run at a time.")] = 64
-    max_queue: Annotated[int, flag("--max-queue", "Most requests that wait; more are refused with status 429.")] = 256
+    max_queue: Annotated[
+        int, flag("--max-queue", "Requests that may wait beside --max-batch; more are refused with status 429.")
+    ] = 256
     max_model_len: Annotated[
         int | None,
         flag("--max-model-len", "Most tokens of prompt and answer; without it, the model's context.", metavar="N"),

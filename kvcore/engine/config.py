@@ -15,7 +15,7 @@ class EngineConfig:
 
     kv_cache_budget  bytes for all caches; None: 0.9 of the memory that is free on a GPU, a quarter of the RAM elsewhere
     max_batch        most requests that run together
-    max_queue        most requests that wait
+    max_queue        most requests that wait, beside max_batch that run
     max_model_len    tokens of prompt and answer; at most, and by default, the model's context
     max_kv_size      most live rows of a request; with context_shift the first ``keep`` and the newest stay, without it
                      the answer ends there

@@ -49,7 +49,7 @@ def _differing(file: object, here: object) -> str:
     """Both values; of mappings only what differs."""
     if isinstance(file, Mapping) and isinstance(here, Mapping):
         names = [name for name in {**file, **here} if file.get(name) != here.get(name)]
-        pairs = [", ".join(f"{name} {_shown(values.get(name))}" for name in names) for values in (file, here)]
+        pairs = [", ".join(f"{_shown(name)} {_shown(values.get(name))}" for name in names) for values in (file, here)]
         return f"{pairs[0]} in the file and {pairs[1]} here"
     return f"{_shown(file)} in the file and {_shown(here)} here"
 

@@ -506,3 +506,25 @@ def test_a_row_that_cannot_be_quantized_stops_every_layer(reference: Backend) ->
     with pytest.raises(NonFiniteError, match="V of layer 1"):
         cache.commit()
     assert [(layer.rows_folded, layer.rows_tail) for layer in cache.layers] == before
+
+
+def test_an_exact_tail_keeps_its_place_when_its_front_folds(backend: Backend) -> None:
+    """With a budget the tail has its size for good: a fold takes no room for another one."""
+    exact = RowBuffer(backend.ops, 1, 2, 64, "float32", 96, exact=True)
+    rows = gaussian(1, 2, 90, 64)
+    exact.append(backend.ops.asarray(rows))
+    rest = exact.without_front(64)
+    assert (rest.length, rest.capacity, rest.reallocations, rest.bytes_copied) == (26, 96, 0, 0)
+    assert rest.arrays()[0] is exact.arrays()[0]
+    more = gaussian(1, 2, 30, 64, seed=1)
+    rest.append(backend.ops.asarray(more))
+    np.testing.assert_array_equal(backend.ops.to_numpy(rest.live()), np.concatenate([rows[:, :, 64:], more], 2))
+    assert exact.without_front(90).length == exact.without_front(90).start == 0
+
+
+def test_a_rewind_into_a_hole_at_the_end_goes_before_it(backend: Backend) -> None:
+    cache = new_cache(backend, "fp16")
+    feed(cache, backend.ops, gaussian(1, 2, 10, 64), gaussian(1, 2, 10, 64, seed=1))
+    cache.drop(7, 3)
+    assert cache.offset == 10
+    assert (cache.rewind(8), cache.offset, cache.tokens, cache.holes) == (7, 7, 7, ())

@@ -314,7 +314,8 @@ def test_what_a_description_may_not_say_is_told_in_one_line(
 ) -> None:
     path = tmp_path / "cache"
     model.save_cache(path, prefilled(model, ids(20), "int8"), ids(20))
-    edited(path, lambda about: about.update({field: [value, value] if field == "cap" else value}))
+    wrong = {"cap": [value, value], "rope": {str(value): 1}}.get(field, value)
+    edited(path, lambda about: about.update({field: wrong}))
     with pytest.raises((InputError, ModelError)) as caught:
         model.load_cache(path, "int8")
     assert "\n" not in str(caught.value)

@@ -190,12 +190,13 @@ class PagedStorage:
             self.tables.hand_over(row)
         try:
             self.extend(0)
+            self._stale = True
+            self.commit()
         except BaseException:
             for row in rows:
                 self.tables.hand_over(row, undo=True)
+                self.tables.trim(row, 0)  # gives back the pages that were to come
             raise
-        self._stale = True
-        self.commit()
 
     def trim(self, count: int) -> None:
         """Forget the newest ``count`` rows: see `BlockTables.trim`. InputError where there are fewer."""

@@ -96,8 +96,9 @@ class KvcoreCache:
         if self._rows is None:
             return
         if count == 1 and self.settings.mode.delegated:
-            self._rows.folding = self._rows.layout.quantized
-        self._rows.commit()
+            self._rows.hand_over(None)
+        else:
+            self._rows.commit()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> CausalMask:
         return CausalMask(window_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -126,23 +125,25 @@ def from_options(settings: RaySettings, **groups: Any) -> Application:
 def run(application: Application, host: str, port: int) -> None:
     """Start Ray if it does not run, serve there, and stay until a signal. On SIGTERM answers that run end first, where
     this process has started Ray; a cluster goes on serving."""
-    own = not ray.is_initialized() and "RAY_ADDRESS" not in os.environ
+    joined = ray.is_initialized()
     serve.start(http_options={"host": host, "port": port})
-    signal.signal(signal.SIGTERM, _leave)  # Ray's own handler aborts
+    own = not joined and ray._private.worker._global_node.is_head()
+    told: list[int] = []
+
+    def leave(number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        told.append(number)
+        raise KeyboardInterrupt  # which Ray passes on, wherever it waits
+
+    signal.signal(signal.SIGTERM, leave)  # Ray's own handler aborts
     try:
         serve.run(application, name="kvcore", blocking=True)
-    except _Stopped:
+    except (KeyboardInterrupt, SystemExit):
+        if not told:
+            raise
         if own:
             serve.delete("kvcore")  # replicas end what they have begun; a shutdown alone would cut it off
             serve.shutdown()
-
-
-class _Stopped(Exception):
-    """SIGTERM came."""
-
-
-def _leave(_signal: int, _frame: object) -> None:
-    raise _Stopped
 
 
 @dataclass(frozen=True, slots=True)

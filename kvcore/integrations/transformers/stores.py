@@ -121,8 +121,8 @@ class GraphStore:
         if rows is None:
             return
         if self._spec.mode.delegated and count == 1 and layer not in self._handed_over:
+            rows.hand_over(None)
             self._handed_over.add(layer)
-            rows.folding = rows.layout.quantized
         rows.commit()
         window, page = self._windows[layer], self._spec.window.page_size
         if window is not None:

@@ -188,6 +188,10 @@ class RankedCache(Cache):
     def trim(self, count: int) -> None:
         self._announced("trim", super().trim, count)
 
+    def rewind(self, offset: int) -> int:
+        self._announced("rewind", super().rewind, offset)
+        return self.offset
+
     def drop(self, first: int, count: int) -> None:
         self._announced("drop", super().drop, first, count)
 
@@ -208,7 +212,7 @@ class RankedCache(Cache):
         with self.leader.command(Command("step", {"cache": self.number, "all_logits": all_logits}, ids)):
             return step()
 
-    def _announced(self, method: str, run: Callable[..., None], *arguments: Any) -> None:
+    def _announced(self, method: str, run: Callable[..., object], *arguments: Any) -> None:
         if self.leader.quiet:
             run(*arguments)
             return

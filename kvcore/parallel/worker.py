@@ -16,7 +16,7 @@ from kvcore.models.llama import Ragged
 from kvcore.modes import MODES
 from kvcore.parallel.commands import Command, agree, anywhere, receive
 
-METHODS = frozenset({"begin_decode", "commit", "trim", "drop", "shorten"})
+METHODS = frozenset({"begin_decode", "commit", "trim", "rewind", "drop", "shorten"})
 DECODES = frozenset({"start", "launch", "forget"})
 
 

@@ -146,8 +146,8 @@ class LayerCache:
                 chunk = tail[:, :, start : min(rows, start + step)]
                 part.fold(self._ops, self._kernels.encode, chunk, page)
 
-    def _take_back(self) -> None:
-        """What `_encode` has done, all or a part of it."""
+    def _cut_pages(self) -> None:
+        """Forget sinks and quantized rows beyond the folded ones, what `_encode` did of a fold that failed too."""
         for part in (self._k, self._v):
             part.sinks.truncate(min(part.sinks.length, self._folded_rows))
             part.truncate_folded(self._folded_rows)
@@ -161,8 +161,7 @@ class LayerCache:
         self._folded_rows -= count - from_tail
         for part in (self._k, self._v):
             part.tail.truncate(min(part.tail.length, tail))  # V's is shorter where a step failed between the two
-            part.sinks.truncate(min(part.sinks.length, self._folded_rows))
-            part.truncate_folded(self._folded_rows)
+        self._cut_pages()
         if count and self._folded_rows == 0 and self.tokens <= self._first_rows:
             self._first_rows = self._window.sink_tokens  # no hole is left
 
@@ -278,7 +277,7 @@ def fold_due(layers: Sequence[LayerCache]) -> list[int]:
         tails = [[part.tail.without_front(rows) for part in (layer._k, layer._v)] for layer, rows in folding]
     except BaseException:
         for layer, _ in folding:
-            layer._take_back()
+            layer._cut_pages()
         raise
     for (layer, rows), (k, v) in zip(folding, tails, strict=True):
         layer._k.tail, layer._v.tail = k, v

@@ -70,7 +70,7 @@ ATTENDS = [
     *(
         (mode, 128, "float16", 4, 1, rows)
         for mode in ("fp16", "int8", "int8-turbo4", "turbo4", "turbo4-asym", "turbo3-asym")
-        for rows in (8, 128)
+        for rows in (2, 8, 128)
     ),
     *((mode, 128, "bfloat16", 4, 1, 8) for mode in ("fp16", "int8", "turbo4", "turbo3-asym")),
     *(("turbo4", dim, "float16", 3, 1, 8) for dim in (16, 32, 64, 80, 96, 256)),
@@ -79,7 +79,7 @@ ATTENDS = [
     *(("int8-turbo4", dim, "bfloat16", 3, 1, 8) for dim in (64, 80, 96, 256)),
     *(("turbo4-asym", dim, "bfloat16", 1, 1, 8) for dim in (80, 256)),
     ("turbo3-asym", 256, "float16", 1, 1, 8),
-    ("fp16", 256, "bfloat16", 7, 1, 8),
+    *(("fp16", 256, "bfloat16", 7, 1, rows) for rows in (2, 8)),
     ("turbo4", 128, "float16", 4, 4, 8),
     ("int8", 128, "bfloat16", 16, 16, 8),
     ("fp16", 64, "float16", 8, 2, 8),

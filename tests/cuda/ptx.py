@@ -27,7 +27,7 @@ def _execute(text: str, registers: dict[str, int]) -> None:
         registers[low], registers[high] = registers[source] & 0xFFFF, registers[source] >> 16
         return
     target, *operands = (part.strip() for part in rest.split(","))
-    values = [registers[x] if x in registers else int(x, 0) for x in operands]
+    values = [registers[x] if x in registers else int(re.sub("^0f", "0x", x), 0) for x in operands]
     registers[target] = _OPERATIONS[name](*values) & 0xFFFFFFFF
 
 
@@ -39,6 +39,11 @@ def _halves(dtype: type, work: Callable[..., np.ndarray]) -> Callable[..., int]:
         return int(work(*pairs).astype(np.float32).astype(dtype).view(np.uint16).view(np.uint32)[0])
 
     return apply
+
+
+def _saturating_fma(a: int, b: int, c: int) -> int:
+    x, y, z = np.array([a, b, c], np.uint32).view(np.float32).astype(np.float64)
+    return int(np.clip(x * y + z, 0, 1).astype(np.float32).view(np.uint32))
 
 
 def _prmt(a: int, b: int, selector: int) -> int:
@@ -75,5 +80,6 @@ _OPERATIONS: dict[str, Callable[..., int]] = {
     "sub.rn.f16x2": _halves(np.float16, lambda a, b: a - b),
     "mul.rn.f16x2": _halves(np.float16, lambda a, b: a * b),
     "fma.rn.f16x2": _halves(np.float16, lambda a, b, c: a * b + c),
+    "fma.rn.sat.f32": _saturating_fma,
     "fma.rn.bf16x2": _halves(ml_dtypes.bfloat16, lambda a, b, c: a * b + c),
 }

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from ptx import run
 
-from kvcore.backends.cuda.kernels import codes, fragments
+from kvcore.backends.cuda.kernels import codes, fragments, quantize
 
 E4M3_TURBO4 = [1.125, 3.25, 5.5, 8.0, 11.0, 14.0, 18.0, 24.0]
 TURBO3 = [3.0, 9.0, 16.0, 26.0]
@@ -121,3 +121,14 @@ def test_what_is_held_and_what_is_halved_stays_as_it_is() -> None:
     for lane, word in enumerate(words(32)):
         assert run(fragments.HOLD_ASM.value, [word], 1, lane) == [word]
         assert run(fragments.HALVES_ASM.value, [word, 5], 2, lane) == [word, 5]
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_above_a_midpoint_is_one(bits: int) -> None:
+    """Exactly: at the midpoint and one number beside it too."""
+    midpoints = getattr(quantize, f"MIDPOINTS{bits}").value
+    for midpoint, asm in zip(midpoints, getattr(quantize, f"ABOVE{bits}").value, strict=True):
+        near = [np.nextafter(np.float32(midpoint), np.float32(side)) for side in (0, np.inf)]
+        for x in (*near, midpoint, 0.0, 1e-45, 1e30):
+            got = run(asm, [int(np.float32(x).view(np.uint32))], 1)
+            assert got == [int(np.float32(x > midpoint).view(np.uint32))]

@@ -82,7 +82,8 @@ class VRotation:
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
     """Launch parameters: warps of a program; 16-token tiles of a warp, for folded pages (``tiles``) and for raw rows;
-    programs per (sequence, KV head) for each; tile columns; tiles in shared memory for each, 0 to load to registers."""
+    programs per (sequence, KV head) for each; tile columns; tiles in shared memory, 0 to load to registers;
+    whether programs of raw rows start after the others."""
 
     warps: int
     tiles: int
@@ -91,39 +92,42 @@ class LaunchConfig:
     raw_splits: int
     columns: int
     stages: int = 0
-    raw_stages: int = 0
+    raw_last: bool = False
 
 
 def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> LaunchConfig:
     """From the number of (sequence, KV head) rows and query columns; measured on an H200, see docs/performance.md.
 
-    Few rows want many small programs. turbo4 computes most for a byte: it takes shared memory, which leaves registers
-    for more warps. Elsewhere loads to registers were faster, and for one sequence of turbo4 too: kernels with much
-    shared memory overlap less with those around them.
+    Few rows want many small programs; fewer than four would fill too little of the GPU with one warp in each. turbo4
+    computes most for a byte: it takes shared memory, which leaves registers for more warps. Elsewhere loads to
+    registers were faster, and for one sequence of turbo4 too: kernels with much shared memory overlap less with those
+    around them.
     """
-    wide, few = layout.k_dim > 128 or columns > 8, rows < 64
+    wide, few, fewest = layout.k_dim > 128 or columns > 8, rows < 64, rows < 4
     raw_parts = (not layout.k.quantized) + (not layout.v.quantized)
     stages = 0
     if raw_parts == 2:
-        warps, tiles, resident = 1, 1, 8
+        warps, tiles, resident = (2, 1, 4) if fewest else (1, 1, 8)
     elif wide:
         warps, tiles, resident = (2, 1, 4) if raw_parts else (1, 1, 8)
+    elif fewest:
+        warps, tiles, resident = 2, 2, 4
     elif layout.k.codebook:
         warps, tiles, resident, stages = (1, 2, 8, 0) if rows <= 16 else (1, 4, 12, 2)
-    elif not few:
-        warps, tiles, resident = (4, 4, 2) if layout.k.quantized and layout.v.codebook else (4, 2, 2)
-    elif layout.v.name == "turbo3":
-        warps, tiles, resident = 2, 2, 4
+    elif few:
+        warps, tiles, resident = 1, 1 if layout.v.name == "turbo4" and raw_parts else 2, 8
     else:
-        warps, tiles, resident = 1, 1 if raw_parts else 2, 8
+        warps, tiles, resident = (4, 4, 2) if layout.k.quantized and layout.v.codebook else (4, 2, 2)
     total = _best_splits(rows, processors * resident)
     width = 8 if columns <= 8 else 16
     if raw_parts == 2:
         return LaunchConfig(warps, 1, 1, 0, total, width)
     raw_splits = min(4, max(1, total // 4))
-    # Where programs are many for a row, those of raw rows must not start a wave of their own.
+    # Few rows have room for the programs of raw rows. With many they come on top of what fits: first where they are
+    # long, else last, when warps that computed faster have left the GPU partly idle.
     splits = max(1, total - raw_splits if few else min(total, MAX_SPLITS - raw_splits))
-    return LaunchConfig(warps, tiles, 1, splits, raw_splits, width, stages, stages)
+    raw_last = stages > 0 or rows >= 256
+    return LaunchConfig(warps, tiles, 1, splits, raw_splits, width, stages, raw_last)
 
 
 def _best_splits(rows: int, resident: int) -> int:
@@ -187,8 +191,9 @@ def attend_pages(
         window or NO_WINDOW, _TABLES[layout.k.name], _TABLES[layout.v.name],
         KC=layout.k.name, VC=layout.v.name, D=dim, HKV=kv_heads, GROUP=group, COLUMNS=columns, NP=config.columns,
         W=config.warps, MT=config.tiles, RAW_MT=config.raw_tiles, RAW_SPLITS=config.raw_splits,
-        CAUSAL=query_rows > 1 or window is not None, HARDWARE=gpu.capability(q.device) >= (8, 9),
-        UNDO=signs is not None, STAGES=config.stages, RAW_STAGES=config.raw_stages, CENTRED=layout.k.centred,
+        RAW_LAST=config.raw_last, CAUSAL=query_rows > 1 or window is not None,
+        HARDWARE=gpu.capability(q.device) >= (8, 9), UNDO=signs is not None, STAGES=config.stages,
+        CENTRED=layout.k.centred,
         num_warps=config.warps, maxnreg=registers, **overlap,
     )  # fmt: skip
     padded = triton.next_power_of_2(dim)

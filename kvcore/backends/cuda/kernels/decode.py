@@ -409,11 +409,11 @@ def attend_splits(
     KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr,
     COLUMNS: tl.constexpr, NP: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RAW_MT: tl.constexpr,
     RAW_SPLITS: tl.constexpr, CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, UNDO: tl.constexpr,
-    STAGES: tl.constexpr, RAW_STAGES: tl.constexpr, OVERLAP: tl.constexpr, CENTRED: tl.constexpr,
+    RAW_LAST: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Partial results of every split.
 
-    Grid (sequences · HKV · column blocks, splits). Q [rows, COLUMNS, D] rotated for turbo K (Q_RAW: not rotated), a row
+    Grid (sequences · HKV · column blocks, splits); with RAW_LAST the programs of raw rows start after all others. Q [rows, COLUMNS, D] rotated for turbo K (Q_RAW: not rotated), a row
     a (sequence, KV head), a column (query row, head of the group). Pages as in docs/cuda.md; with CENTRED C int32
     [pages, HKV, D / 2] are K's centres, two fp16 values a word; TABLE, RAW_TABLE int32
     [sequences, *STRIDE] of page numbers, RANGES, RAW_RANGES of their live rows (first | end << 16); SINK int32 the raw
@@ -428,8 +428,8 @@ def attend_splits(
     col0 = (gl.program_id(0) % BLOCKS) * NP
     seq = row // HKV
     h = row % HKV
-    split = gl.program_id(1)
     splits = gl.num_programs(1)
+    split = splits - 1 - gl.program_id(1) if RAW_LAST else gl.program_id(1)
     slot = gl.program_id(0).to(gl.int64) * splits + split
     sinks, folded, length = gl.load(SINKS + seq), gl.load(FOLDED + seq), gl.load(LENGTH + seq)
     if split < RAW_SPLITS:
@@ -441,7 +441,7 @@ def attend_splits(
             Q_RAW, RAW_K, RAW_V, KS, VS, C, RAW_TABLE, RAW_RANGES, SINK, SIGNS, PO, PM, PL,
             row, slot, seq, h, col0, COLUMNS, begin, end, sinks, length - folded, folded, length, scale, RAW_STRIDE,
             window, k_table, v_table,
-            True, "raw", "raw", D, HKV, GROUP, NP, W, RAW_MT, RAW_STAGES, CAUSAL, HARDWARE, False, OVERLAP,
+            True, "raw", "raw", D, HKV, GROUP, NP, W, RAW_MT, STAGES, CAUSAL, HARDWARE, False, OVERLAP,
             False,
         )  # fmt: skip
     else:

@@ -32,8 +32,9 @@ INFINITY = tl.constexpr(float("inf"))
 class FoldPart:
     """What a kernel is compiled for: K or V of one layout. ``bits`` of a code, 16 for rows that stay raw.
 
-    ``rows`` of ``padded`` head size are held in registers at a time, 64 elements a thread; ``columns`` output
-    coordinates are rotated at a time, which bounds shared memory. ``group``: `native.mtile_group`, 0 for K.
+    ``rows`` of ``padded`` head size are held in registers at a time, 64 elements a thread, 32 of int8; ``columns`` output
+    coordinates are rotated at a time, which bounds shared memory: all of a centred codec's where that fits, which are
+    then rotated once. ``group``: `native.mtile_group`, 0 for K.
     """
 
     bits: int
@@ -55,9 +56,9 @@ class FoldPart:
             group=mtile_group(codec.name, head_dim) if part == "v" else 0,
             terms=1 if matrix is None else matrix.shape[1],
             spread=0.0 if codec.codebook is None else codec.codebook.spread,
-            rows=min(PAGE, 8192 // padded),
+            rows=min(PAGE, (4096 if codec.name == "int8" else 8192) // padded),
             padded=padded,
-            columns=min(64, padded),
+            columns=min(128 if codec.centred else 64, padded),
             centred=codec.centred,
         )
 
@@ -111,32 +112,40 @@ def _rotated(unit, inverse, CENTER, MATRIX, column, PART: tl.constexpr):
 
 
 @triton.jit
+def _inside(x, column, PART: tl.constexpr):
+    """x [rows, columns] of coordinates from ``column`` on, zeros beyond the head size."""
+    if PART.head_dim % PART.columns != 0:
+        x = tl.where((column + tl.arange(0, PART.columns) < PART.head_dim)[None, :], x, 0.0)
+    return x
+
+
+@triton.jit
 def _fold_turbo(WORDS, SCALE, CENTER, MATRIX, rows, token, largest, PART: tl.constexpr):
     D: tl.constexpr = PART.head_dim
     COLUMNS: tl.constexpr = PART.columns
     x, whole = finite_rows(rows.to(tl.float32))
     # A power of two keeps squares and rotated sums in range, and 16-bit rows exact.
     inverse = power_of_two_under(tl.maximum(tl.max(tl.abs(x), 1), largest))
-    unit = x * inverse[:, None]
+    x *= inverse[:, None]
+    unit = x.to(rows.dtype)
+    y = tl.zeros([rows.shape[0], COLUMNS], tl.float32)
     if PART.centred:
         squares = tl.zeros([rows.shape[0]], tl.float32)
         for column in range(0, D, COLUMNS):
-            y = _rotated(unit.to(rows.dtype), inverse, CENTER, MATRIX, column, PART)
-            y = tl.where((column + tl.arange(0, COLUMNS) < D)[None, :], y, 0.0)
-            squares += tl.sum(y * y, 1)
+            y = _rotated(unit, inverse, CENTER, MATRIX, column, PART)
+            squares += tl.sum(_inside(y * y, column, PART), 1)
         norm = tl.where(whole, tl.sqrt_rn(squares) * D**-0.5, 0.0)
     else:
-        norm = tl.sqrt_rn(tl.sum(unit * unit, 1))
+        norm = tl.sqrt_rn(tl.sum(x * x, 1))
     factor = tl.div_rn(norm * 0 + PART.spread, tl.where(norm == 0, 1.0, norm))
+    # Index 0, the most negative level, marks rows that were not finite.
+    lowest = tl.where(whole, 0.0, -1e30)
     squares = norm * 0
     for column in range(0, D, COLUMNS):
-        y = _rotated(unit.to(rows.dtype), inverse, CENTER, MATRIX, column, PART)
-        magnitude, sign, square = nearest_level(y * factor[:, None], PART.bits)
-        inside = (column + tl.arange(0, COLUMNS) < D)[None, :]
-        squares += tl.sum(tl.where(inside, square, 0.0), 1)
-        # Index 0, the most negative level, marks rows that were not finite.
-        magnitude = tl.where(whole[:, None], magnitude, (1 << PART.bits - 1) - 1)
-        sign = tl.where(whole[:, None], sign, 1)
+        if not PART.centred or D > COLUMNS:
+            y = _rotated(unit, inverse, CENTER, MATRIX, column, PART)
+        magnitude, sign, square = nearest_level(y * factor[:, None] + lowest[:, None], PART.bits)
+        squares += tl.sum(_inside(square, column, PART), 1)
         store_turbo(WORDS, magnitude, sign, token, column, PART.bits, PART.group, D)
     scale = tl.div_rn(norm, tl.sqrt_rn(squares) * inverse)
     store_scale(SCALE, tl.minimum(scale, FP16_MAX).to(tl.float16), token)
@@ -273,5 +282,6 @@ class Fold:
             K_PART=self.k,
             V_PART=self.v,
             num_warps=4,
+            maxnreg=168 if self.k.centred else None,  # three programs on a multiprocessor instead of two
             num_stages=1,  # several loads of the matrix in flight would not fit in an sm_89's shared memory
         )

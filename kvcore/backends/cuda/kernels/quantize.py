@@ -8,6 +8,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from kvcore.backends.cuda.kernels.gl import INTERPRET
 from kvcore.layout import TURBO3, TURBO4, Codebook
 
 FP16_MAX = tl.constexpr(65504.0)
@@ -15,18 +16,27 @@ INFINITY = tl.constexpr(float("inf"))
 ROUNDER = tl.constexpr(1.5 * 2.0**23)  # added and taken away again, it rounds half to even
 
 
-def _midpoint_bits(book: Codebook) -> tuple[int, ...]:
-    """The positive midpoints as float32 bits, which are ordered like the numbers."""
-    return tuple(int(np.float32(x).view(np.int32)) for x in book.midpoints if x > 0)
+def _above_asm(midpoint: float) -> str:
+    """1 where $1 is greater than ``midpoint``, else 0: the difference times 2^100 is 0, or beyond 1 either way."""
+    huge, rest = (np.float32(x * 2.0**100).view(np.uint32) for x in (1.0, -midpoint))
+    return f"fma.rn.sat.f32 $0, $1, 0f{huge:08X}, 0f{rest:08X};"
 
 
-def _square_steps(book: Codebook) -> tuple[float, ...]:
-    """What the square of each positive level adds to that of the one below it. All are exact in float32."""
-    return tuple(b * b - a * a for a, b in pairwise((0.0, *(x for x in book.levels if x > 0))))
+def _midpoints(book: Codebook) -> tuple[float, ...]:
+    return tuple(x for x in book.midpoints if x > 0)
 
 
-MIDPOINTS4, MIDPOINTS3 = tl.constexpr(_midpoint_bits(TURBO4)), tl.constexpr(_midpoint_bits(TURBO3))
-SQUARES4, SQUARES3 = tl.constexpr(_square_steps(TURBO4)), tl.constexpr(_square_steps(TURBO3))
+def _steps(book: Codebook) -> tuple[float, ...]:
+    """What each positive level adds to 2048 · its number + its square. All sums are exact in float32."""
+    return tuple(
+        2048.0 * (i > 0) + b * b - a * a for i, (a, b) in enumerate(pairwise((0.0, *(x for x in book.levels if x > 0))))
+    )
+
+
+MIDPOINTS4, MIDPOINTS3 = tl.constexpr(_midpoints(TURBO4)), tl.constexpr(_midpoints(TURBO3))
+ABOVE4, ABOVE3 = (tl.constexpr(tuple(map(_above_asm, x.value))) for x in (MIDPOINTS4, MIDPOINTS3))
+STEPS4, STEPS3 = tl.constexpr(_steps(TURBO4)), tl.constexpr(_steps(TURBO3))
+NUMBERS = tl.constexpr(1.5 * 2.0**34)  # a sum with it keeps multiples of 2048, and their number in its lowest bits
 
 
 @triton.jit
@@ -57,16 +67,22 @@ def int8_codes(x):
 
 @triton.jit
 def nearest_level(z, BITS: tl.constexpr):
-    """Magnitude 0, 1, ..., sign (1 below the middle) and squared level of each z; ties go down."""
+    """Magnitude 0, 1, ..., sign (1 below the middle) and squared level of each z; ties go down.
+
+    On multiply-add units, which have less to do than those that compare and select.
+    """
     MIDPOINTS: tl.constexpr = MIDPOINTS4 if BITS == 4 else MIDPOINTS3
-    SQUARES: tl.constexpr = SQUARES4 if BITS == 4 else SQUARES3
+    ABOVE: tl.constexpr = ABOVE4 if BITS == 4 else ABOVE3
+    STEPS: tl.constexpr = STEPS4 if BITS == 4 else STEPS3
     sign = (z <= 0).to(tl.int32)
-    # Below zero a tie means the larger magnitude: one more in the bits turns > into >=.
-    bits = tl.abs(z).to(tl.int32, bitcast=True) + sign
-    magnitude = sign * 0
-    square = z * 0 + SQUARES[0]
+    # Below zero a tie means the larger magnitude: the next number turns > into >=.
+    size = (tl.abs(z).to(tl.int32, bitcast=True) + sign).to(tl.float32, bitcast=True)
+    both = z * 0 + STEPS[0]
     for i in tl.static_range((1 << BITS - 1) - 1):
-        above = bits > MIDPOINTS[i]
-        magnitude += above.to(tl.int32)
-        square += tl.where(above, SQUARES[i + 1], 0.0)
-    return magnitude, sign, square
+        if INTERPRET:
+            above = (size > MIDPOINTS[i]).to(tl.float32)
+        else:
+            above = tl.inline_asm_elementwise(ABOVE[i], "=f,f", [size], dtype=tl.float32, is_pure=True, pack=1)
+        both += above * STEPS[i + 1]
+    numbers = both + NUMBERS
+    return numbers.to(tl.int32, bitcast=True) & 7, sign, both - (numbers - NUMBERS)

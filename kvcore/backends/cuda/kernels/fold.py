@@ -33,8 +33,8 @@ class FoldPart:
     """What a kernel is compiled for: K or V of one layout. ``bits`` of a code, 16 for rows that stay raw.
 
     ``rows`` of ``padded`` head size are held in registers at a time, 64 elements a thread, 32 of int8; ``columns`` output
-    coordinates are rotated at a time, which bounds shared memory: all of a centred codec's where that fits, which are
-    then rotated once. ``group``: `native.mtile_group`, 0 for K.
+    coordinates are rotated at a time, which bounds shared memory: all of a centred codec's where registers suffice,
+    which are then rotated once. ``group``: `native.mtile_group`, 0 for K.
     """
 
     bits: int
@@ -48,7 +48,8 @@ class FoldPart:
     centred: bool
 
     @classmethod
-    def create(cls, codec: Codec, part: str, head_dim: int, matrix: Tensor | None) -> FoldPart:
+    def create(cls, codec: Codec, part: str, head_dim: int, matrix: Tensor | None, *, fits: bool) -> FoldPart:
+        """``fits``: a centred row of 128 coordinates fits in registers."""
         padded = triton.next_power_of_2(head_dim)
         return cls(
             bits=code_bits(codec) if codec.quantized else 16,
@@ -58,7 +59,7 @@ class FoldPart:
             spread=0.0 if codec.codebook is None else codec.codebook.spread,
             rows=min(PAGE, (4096 if codec.name == "int8" else 8192) // padded),
             padded=padded,
-            columns=min(128 if codec.centred else 64, padded),
+            columns=min(128 if codec.centred and fits else 64, padded),
             centred=codec.centred,
         )
 
@@ -226,6 +227,7 @@ class Fold:
     v: FoldPart
     k_matrix: Tensor | None
     v_matrix: Tensor | None
+    registers: int | None  # of a thread, at most
 
     @classmethod
     def create(cls, native: NativeLayout, layers: int, device: str) -> Fold:
@@ -233,9 +235,11 @@ class Fold:
         dtype, layout = getattr(torch, native.dtype), native.layout
         k = rotation_matrices(layers, "k", layout.k_dim, dtype, device) if layout.k.codebook else None
         v = rotation_matrices(layers, "v", layout.v_dim, dtype, device) if layout.v.codebook else None
-        k_part = FoldPart.create(layout.k, "k", layout.k_dim, k)
-        v_part = FoldPart.create(layout.v, "v", layout.v_dim, v)
-        return cls(k_part, v_part, k, v)
+        fits = dtype != torch.float32
+        k_part = FoldPart.create(layout.k, "k", layout.k_dim, k, fits=fits)
+        v_part = FoldPart.create(layout.v, "v", layout.v_dim, v, fits=fits)
+        # 168: three programs on a multiprocessor instead of two. float32 rows would spill.
+        return cls(k_part, v_part, k, v, 168 if layout.k.centred and fits else None)
 
     def __call__(
         self,
@@ -282,6 +286,6 @@ class Fold:
             K_PART=self.k,
             V_PART=self.v,
             num_warps=4,
-            maxnreg=168 if self.k.centred else None,  # three programs on a multiprocessor instead of two
+            maxnreg=self.registers,
             num_stages=1,  # several loads of the matrix in flight would not fit in an sm_89's shared memory
         )

@@ -115,7 +115,7 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     elif layout.k.codebook:
         warps, tiles, resident, stages = (1, 2, 8, 0) if rows <= 16 else (1, 4, 12, 2)
     elif few:
-        warps, tiles, resident = 1, 1 if layout.v.name == "turbo4" and raw_parts else 2, 8
+        warps, tiles, resident = 1, 1 if layout.v.name == "turbo4" and raw_parts and layout.k_dim > 64 else 2, 8
     else:
         warps, tiles, resident = (4, 4, 2) if layout.k.quantized and layout.v.codebook else (4, 2, 2)
     total = _best_splits(rows, processors * resident)
@@ -126,18 +126,15 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     # Few rows have room for the programs of raw rows. With many they come on top of what fits: first where they are
     # long, else last, when warps that computed faster have left the GPU partly idle.
     splits = max(1, total - raw_splits if few else min(total, MAX_SPLITS - raw_splits))
-    raw_last = stages > 0 or rows >= 256
+    raw_last = rows >= (64 if stages else 256)
     return LaunchConfig(warps, tiles, 1, splits, raw_splits, width, stages, raw_last)
 
 
 def _best_splits(rows: int, resident: int) -> int:
     """Splits of each row, for a GPU that holds ``resident`` programs: what fills it once, or twice where once leaves
     much of it idle. A power of two where that is near: its splits are even, and it is what merging programs hold.
-
-    A thirty-third stays free: 1056 programs where 1056 fit took 20% longer than 1008.
     """
-    room = resident - resident // 33
-    once, twice = (min(MAX_SPLITS, waves * room // rows) for waves in (1, 2))
+    once, twice = (min(MAX_SPLITS, waves * resident // rows) for waves in (1, 2))
     splits = max(1, twice if twice > 2.1 * once else once)
     power = 1 << (splits.bit_length() - 1)
     return power if splits < 1.05 * power else splits

@@ -64,7 +64,7 @@ GATHERS = [
     ("turbo3-asym", 192, "bfloat16", True),
     *(("fp16", dim, dtype, False) for dim in (80, 128, 256) for dtype in ("bfloat16", "float32")),
 ]
-# mode, head_dim, dtype of raw rows, group, query rows, (sequence, KV head) rows: each pair of codecs in each launch
+# mode, head_dim, dtype of raw rows, group, query rows, (sequence, KV head) rows: each pair of codecs in each tile
 # shape that `choose_config` takes, then the other head sizes, ways to undo V's rotation and column counts.
 ATTENDS = [
     *(
@@ -76,6 +76,8 @@ ATTENDS = [
     *(("turbo4", dim, "float16", 3, 1, 8) for dim in (16, 32, 64, 80, 96, 256)),
     ("int8", 16, "bfloat16", 3, 1, 8),
     ("fp16", 16, "float16", 3, 1, 8),
+    ("turbo4", 128, "float16", 4, 1, 32),
+    ("turbo4-asym", 64, "float16", 3, 1, 8),
     *(("int8-turbo4", dim, "bfloat16", 3, 1, 8) for dim in (64, 80, 96, 256)),
     *(("turbo4-asym", dim, "bfloat16", 1, 1, 8) for dim in (80, 256)),
     ("turbo3-asym", 256, "float16", 1, 1, 8),

@@ -43,6 +43,7 @@ def _halves(dtype: type, work: Callable[..., np.ndarray]) -> Callable[..., int]:
 
 def _saturating_fma(a: int, b: int, c: int) -> int:
     x, y, z = np.array([a, b, c], np.uint32).view(np.float32).astype(np.float64)
+    assert np.isfinite([x, y, z]).all()  # others are not what a clip makes of them
     return int(np.clip(x * y + z, 0, 1).astype(np.float32).view(np.uint32))
 
 

@@ -226,7 +226,9 @@ def test_ragged_batch_with_an_empty_sequence(k: str, v: str, device: str) -> Non
 def test_head_sizes(k: str, v: str, dim: int, device: str) -> None:
     if v == "turbo3" and dim % 64:
         pytest.skip("turbo3 pages need a multiple of 64")
-    check(Case(k, v, dim=dim, group=3), device, tiles=1)
+    """On a GPU with one KV head for two warps a program, and with four for one."""
+    for kv_heads in (1, 4) if device == "cuda" else (1,):
+        check(Case(k, v, dim=dim, group=3, kv_heads=kv_heads), device, tiles=1)
 
 
 @pytest.mark.parametrize("group", [1, 7, 8, 16])
@@ -252,6 +254,7 @@ def test_launch_shapes(warps: int, tiles: int, raw_last: bool, device: str) -> N
     ("warps", "tiles", "stages", "splits"),
     [
         (1, 2, 0, 2),
+        (2, 2, 0, 3),
         (2, 4, 2, 1),
         *(
             pytest.param(*shape, marks=pytest.mark.full)
@@ -262,7 +265,7 @@ def test_launch_shapes(warps: int, tiles: int, raw_last: bool, device: str) -> N
 def test_each_page_has_its_own_centre(warps: int, tiles: int, stages: int, splits: int, device: str) -> None:
     """Programs that begin within a page, warps without a page, several pages for each."""
     case = Case("turbo4", "turbo4", centre=8.0, lengths=(800, 300), folded=(640, 128))
-    config = LaunchConfig(warps, tiles, 1, splits, 1, 8, stages)
+    config = LaunchConfig(warps, tiles, 1, splits, 1, 8, stages, raw_last=stages > 0)
     assert error(case, device, config) < (3e-6 if device == "cpu" else 2e-3)
 
 
@@ -336,11 +339,24 @@ def test_B99_value_scales_are_used(device: str) -> None:
     assert error(case, device, settings, double_v_scales=True) == pytest.approx(1, rel=1e-3)
 
 
-def test_the_chosen_grid_never_exceeds_what_the_combining_program_holds() -> None:
-    for k, v in PAIRS:
-        for rows in (1, 3, 8, 64, 128, 512):
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@each_pair
+def test_the_chosen_grid_never_exceeds_what_the_combining_program_holds(k: str, v: str, dim: int) -> None:
+    layout = Layout(CODECS[k], CODECS[v], dim, dim)
+    for processors in (1, 20, 132):
+        for rows in (1, 3, 8, 63, 64, 128, 512, 5000):
             for columns in (1, 4, 10, 16, 64):
-                chosen = choose_config(Layout(CODECS[k], CODECS[v], 128, 128), rows, columns, 132)
+                chosen = choose_config(layout, rows, columns, processors)
                 assert 1 <= chosen.splits + chosen.raw_splits <= 128
                 assert chosen.raw_splits >= 1
+                assert chosen.splits >= 1 or not layout.quantized
                 assert chosen.columns in (8, 16)
+
+
+def test_launches_that_were_measured_on_an_h200() -> None:
+    """Two warps where rows are few; the programs of raw rows last where the others are many and long."""
+    turbo4, int8 = (Layout(CODECS[x], CODECS[x], 128, 128) for x in ("turbo4", "int8"))
+    assert [choose_config(turbo4, rows, 4, 132).warps for rows in (1, 3, 4, 8, 128)] == [2, 2, 1, 1, 1]
+    assert [choose_config(turbo4, rows, 4, 132).raw_last for rows in (8, 32, 64, 512)] == [False, False, True, True]
+    assert [choose_config(int8, rows, 4, 132).raw_last for rows in (64, 128, 256)] == [False, False, True]
+    assert choose_config(turbo4, 128, 4, 132).splits == 12

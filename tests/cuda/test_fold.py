@@ -281,10 +281,11 @@ def test_a_centred_page_is_that_of_the_specification(device: str, dtype: str, di
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_C3_a_non_finite_row_stays_out_of_the_centre(device: str, bad: float) -> None:
-    rows = offset_rows(64, 3.0, "float16")
+@pytest.mark.parametrize(("dim", "dtype"), [(64, "float16"), (80, "float16"), (128, "float32"), (256, "bfloat16")])
+def test_C3_a_non_finite_row_stays_out_of_the_centre(device: str, bad: float, dim: int, dtype: str) -> None:
+    rows = offset_rows(dim, 3.0, dtype)
     rows[77, 5] = bad
-    planes, center = folded_centred(rows, "float16", device)
+    planes, center = folded_centred(rows, dtype, device)
     assert (planes["scale"][0, 0, 77] == 0).all()
     assert (planes["codes"][0, 0, 77] == 0).all()
     less = less_center(rows[None, None], center)

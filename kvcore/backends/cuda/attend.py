@@ -98,13 +98,14 @@ class LaunchConfig:
 def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> LaunchConfig:
     """From the number of (sequence, KV head) rows and query columns; measured on an H200, see docs/performance.md.
 
-    Few rows want many small programs; fewer than four would fill too little of the GPU with one warp in each. turbo4
-    computes most for a byte: it takes shared memory, which leaves registers for more warps. Elsewhere loads to
-    registers were faster, and for one sequence of turbo4 too: kernels with much shared memory overlap less with those
-    around them.
+    Few rows want many small programs. Below four, MAX_SPLITS programs of one warp would leave most of the GPU idle:
+    they have two, except where tiles are wide. turbo4 computes most for a byte: it takes shared memory, which leaves
+    registers for more warps. Elsewhere loads to registers were faster, and for one sequence of turbo4 too: kernels with
+    much shared memory overlap less with those around them.
     """
     wide, few, fewest = layout.k_dim > 128 or columns > 8, rows < 64, rows < 4
     raw_parts = (not layout.k.quantized) + (not layout.v.quantized)
+    one_tile = raw_parts == 1 and layout.v.name == "turbo4" and layout.k_dim > 64
     stages = 0
     if raw_parts == 2:
         warps, tiles, resident = (2, 1, 4) if fewest else (1, 1, 8)
@@ -115,7 +116,7 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     elif layout.k.codebook:
         warps, tiles, resident, stages = (1, 2, 8, 0) if rows <= 16 else (1, 4, 12, 2)
     elif few:
-        warps, tiles, resident = 1, 1 if layout.v.name == "turbo4" and raw_parts and layout.k_dim > 64 else 2, 8
+        warps, tiles, resident = 1, 1 if one_tile else 2, 8
     else:
         warps, tiles, resident = (4, 4, 2) if layout.k.quantized and layout.v.codebook else (4, 2, 2)
     total = _best_splits(rows, processors * resident)
@@ -123,8 +124,8 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
     if raw_parts == 2:
         return LaunchConfig(warps, 1, 1, 0, total, width)
     raw_splits = min(4, max(1, total // 4))
-    # Few rows have room for the programs of raw rows. With many they come on top of what fits: first where they are
-    # long, else last, when warps that computed faster have left the GPU partly idle.
+    # Few rows have room for the programs of raw rows. With many they come on top of what fits: last where the folded
+    # programs are long and end at different times, which leaves room, else first.
     splits = max(1, total - raw_splits if few else min(total, MAX_SPLITS - raw_splits))
     raw_last = rows >= (64 if stages else 256)
     return LaunchConfig(warps, tiles, 1, splits, raw_splits, width, stages, raw_last)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcore.backends.cuda import gpu
 from kvcore.backends.cuda.kernels.pack import store_int8, store_scale, store_turbo
 from kvcore.backends.cuda.kernels.quantize import finite_rows, int8_codes, nearest_level, power_of_two_under
 from kvcore.backends.cuda.kernels.rotate import rotate, rotation_matrices, rotation_part
@@ -33,8 +34,7 @@ class FoldPart:
     """What a kernel is compiled for: K or V of one layout. ``bits`` of a code, 16 for rows that stay raw.
 
     ``rows`` of ``padded`` head size are held in registers at a time, 64 elements a thread, 32 of int8; ``columns`` output
-    coordinates are rotated at a time, which bounds shared memory: all of a centred codec's where registers suffice,
-    which are then rotated once. ``group``: `native.mtile_group`, 0 for K.
+    coordinates are rotated at a time, which bounds shared memory. ``group``: `native.mtile_group`, 0 for K.
     """
 
     bits: int
@@ -48,8 +48,7 @@ class FoldPart:
     centred: bool
 
     @classmethod
-    def create(cls, codec: Codec, part: str, head_dim: int, matrix: Tensor | None, *, fits: bool) -> FoldPart:
-        """``fits``: a centred row of 128 coordinates fits in registers."""
+    def create(cls, codec: Codec, part: str, head_dim: int, matrix: Tensor | None, *, columns: int = 64) -> FoldPart:
         padded = triton.next_power_of_2(head_dim)
         return cls(
             bits=code_bits(codec) if codec.quantized else 16,
@@ -59,7 +58,7 @@ class FoldPart:
             spread=0.0 if codec.codebook is None else codec.codebook.spread,
             rows=min(PAGE, (4096 if codec.name == "int8" else 8192) // padded),
             padded=padded,
-            columns=min(128 if codec.centred and fits else 64, padded),
+            columns=min(columns, padded),
             centred=codec.centred,
         )
 
@@ -143,7 +142,7 @@ def _fold_turbo(WORDS, SCALE, CENTER, MATRIX, rows, token, largest, PART: tl.con
     lowest = tl.where(whole, 0.0, -1e30)
     squares = norm * 0
     for column in range(0, D, COLUMNS):
-        if not PART.centred or D > COLUMNS:
+        if not PART.centred or D > COLUMNS:  # else y still holds all coordinates
             y = _rotated(unit, inverse, CENTER, MATRIX, column, PART)
         magnitude, sign, square = nearest_level(y * factor[:, None] + lowest[:, None], PART.bits)
         squares += tl.sum(_inside(square, column, PART), 1)
@@ -235,11 +234,13 @@ class Fold:
         dtype, layout = getattr(torch, native.dtype), native.layout
         k = rotation_matrices(layers, "k", layout.k_dim, dtype, device) if layout.k.codebook else None
         v = rotation_matrices(layers, "v", layout.v_dim, dtype, device) if layout.v.codebook else None
-        fits = dtype != torch.float32
-        k_part = FoldPart.create(layout.k, "k", layout.k_dim, k, fits=fits)
-        v_part = FoldPart.create(layout.v, "v", layout.v_dim, v, fits=fits)
-        # 168: three programs on a multiprocessor instead of two. float32 rows would spill.
-        return cls(k_part, v_part, k, v, 168 if layout.k.centred and fits else None)
+        # Centred rows of up to 128 coordinates are rotated once where registers hold them all. On an H200 three programs
+        # on a multiprocessor are then faster than two, though at 168 registers a few of them spill.
+        once = layout.k.centred and layout.k_dim <= 128 and dtype != torch.float32
+        k_part = FoldPart.create(layout.k, "k", layout.k_dim, k, columns=128 if once else 64)
+        v_part = FoldPart.create(layout.v, "v", layout.v_dim, v)
+        roomy = gpu.capability(torch.device(device)) >= (9, 0)
+        return cls(k_part, v_part, k, v, 168 if once and roomy else None)
 
     def __call__(
         self,

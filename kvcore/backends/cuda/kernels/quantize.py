@@ -27,7 +27,8 @@ def _midpoints(book: Codebook) -> tuple[float, ...]:
 
 
 def _steps(book: Codebook) -> tuple[float, ...]:
-    """What each positive level adds to 2048 · its number + its square. All sums are exact in float32."""
+    """What each positive level adds to 2048 · its number + its square. Sums are exact in float32, and squares stay below
+    1024, half of 2048, so that rounding separates the two."""
     return tuple(
         2048.0 * (i > 0) + b * b - a * a for i, (a, b) in enumerate(pairwise((0.0, *(x for x in book.levels if x > 0))))
     )
@@ -36,7 +37,8 @@ def _steps(book: Codebook) -> tuple[float, ...]:
 MIDPOINTS4, MIDPOINTS3 = tl.constexpr(_midpoints(TURBO4)), tl.constexpr(_midpoints(TURBO3))
 ABOVE4, ABOVE3 = (tl.constexpr(tuple(map(_above_asm, x.value))) for x in (MIDPOINTS4, MIDPOINTS3))
 STEPS4, STEPS3 = tl.constexpr(_steps(TURBO4)), tl.constexpr(_steps(TURBO3))
-NUMBERS = tl.constexpr(1.5 * 2.0**34)  # a sum with it keeps multiples of 2048, and their number in its lowest bits
+# float32 numbers near it are 2048 apart: a sum with it is rounded to such a multiple, whose number is its lowest bits.
+NUMBERS = tl.constexpr(1.5 * 2.0**34)
 
 
 @triton.jit
@@ -67,7 +69,7 @@ def int8_codes(x):
 
 @triton.jit
 def nearest_level(z, BITS: tl.constexpr):
-    """Magnitude 0, 1, ..., sign (1 below the middle) and squared level of each z; ties go down.
+    """Magnitude 0, 1, ..., sign (1 below the middle) and squared level of each finite z; ties go down.
 
     On multiply-add units, which have less to do than those that compare and select.
     """

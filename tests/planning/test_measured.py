@@ -117,7 +117,7 @@ def assert_close(pairs: dict[str, tuple[float, float]]) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("rate", [0.4, 0.8])
+@pytest.mark.parametrize("rate", [0.2, 0.4])
 def test_the_simulation_is_within_20_percent_of_a_server(tmp_path: Path, rate: float) -> None:
     """The real server and engine; the model sleeps for the time of a device."""
     shape = {"layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 32, "hidden": 64, "intermediate": 64}

@@ -97,10 +97,9 @@ def read_source(model: str) -> Source:
 def _from_config(path: Path, name: str) -> Source:
     settings = read_json(path)
     config = LlamaConfig.from_hf(settings, str(path))
-    fields = Fields(settings, str(path))
+    fields, shape = Fields(settings, str(path)), ModelShape.from_config(config)
     if fields.get("quantization") is None:
-        return Source(name, ModelShape.from_config(config), 8 * ITEMSIZE[config.dtype])
-    shape = ModelShape.from_config(config)
+        return Source(name, shape, 8 * ITEMSIZE[config.dtype])
     with suppress(ModelError):  # without weights the config is all there is
         files, _ = open_files(path.parent)  # modules may differ
         entries = [file.entries[tensor] for tensor, file in files.items()]

@@ -224,9 +224,9 @@ def test_ragged_batch_with_an_empty_sequence(k: str, v: str, device: str) -> Non
 @pytest.mark.parametrize("dim", [16, 32, 64, 80, 96, 128, 256])
 @each_pair
 def test_head_sizes(k: str, v: str, dim: int, device: str) -> None:
+    """On a GPU with one KV head for two warps a program, and with four for one."""
     if v == "turbo3" and dim % 64:
         pytest.skip("turbo3 pages need a multiple of 64")
-    """On a GPU with one KV head for two warps a program, and with four for one."""
     for kv_heads in (1, 4) if device == "cuda" else (1,):
         check(Case(k, v, dim=dim, group=3, kv_heads=kv_heads), device, tiles=1)
 

@@ -133,8 +133,7 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
 
 def _best_splits(rows: int, resident: int) -> int:
     """Splits of each row, for a GPU that holds ``resident`` programs: what fills it once, or twice where once leaves
-    much of it idle. A power of two where that is near: its splits are even, and it is what merging programs hold.
-    """
+    much of it idle. A power of two where that is near: its splits are even, and it is what merging programs hold."""
     once, twice = (min(MAX_SPLITS, waves * resident // rows) for waves in (1, 2))
     splits = max(1, twice if twice > 2.1 * once else once)
     power = 1 << (splits.bit_length() - 1)

@@ -415,12 +415,11 @@ def attend_splits(
 
     Grid (sequences · HKV · column blocks, splits); with RAW_LAST the programs of raw rows start after all others.
     Q [rows, COLUMNS, D] rotated for turbo K (Q_RAW: not rotated), a row a (sequence, KV head), a column (query row, head
-    of the group). Pages as in docs/cuda.md; with CENTRED C int32
-    [pages, HKV, D / 2] are K's centres, two fp16 values a word; TABLE, RAW_TABLE int32
-    [sequences, *STRIDE] of page numbers, RANGES, RAW_RANGES of their live rows (first | end << 16); SINK int32 the raw
-    page of the sinks; SINKS, FOLDED, LENGTH int32 per sequence: raw sinks, folded slots, all slots. With UNDO a split's
-    sum leaves V's rotated basis here (SIGNS: `hadamard.packed_signs`). PO float32 [row · block, splits, NP, D], PM, PL
-    [row · block, splits, NP]. ``scale`` is the softmax scale times log2(e).
+    of the group). Pages as in docs/cuda.md; with CENTRED C int32 [pages, HKV, D / 2] are K's centres, two fp16 values a
+    word; TABLE, RAW_TABLE int32 [sequences, *STRIDE] of page numbers, RANGES, RAW_RANGES of their live rows
+    (first | end << 16); SINK int32 the raw page of the sinks; SINKS, FOLDED, LENGTH int32 per sequence: raw sinks, folded
+    slots, all slots. With UNDO a split's sum leaves V's rotated basis here (SIGNS: `hadamard.packed_signs`). PO float32
+    [row · block, splits, NP, D], PM, PL [row · block, splits, NP]. ``scale`` is the softmax scale times log2(e).
     """
     if OVERLAP:
         let_next_start()

@@ -10,9 +10,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="the package torch is not installed")
 triton = pytest.importorskip("triton", reason="the package triton is not installed")
 
+import triton.language as tl
 from paging import coded, int32
 
 from kvcore.backends.cuda.attend import LaunchConfig, Pages, VRotation, attend_pages, choose_config
+from kvcore.backends.cuda.kernels.decode import raw_programs
+from kvcore.backends.cuda.kernels.gl import gl, jit
 from kvcore.backends.cuda.native import PAGE, to_native
 from kvcore.backends.cuda.ops import TorchOps
 from kvcore.backends.reference import spec
@@ -204,7 +207,7 @@ def config(
     device: str, *, warps: int = 1, tiles: int = 2, raw_tiles: int = 1, splits: int = 2, columns: int = 8
 ) -> LaunchConfig | None:
     """A small grid for the interpreter; on a GPU the kernels' own choice."""
-    return None if device == "cuda" else LaunchConfig(warps, tiles, raw_tiles, splits, 2, columns)
+    return None if device == "cuda" else LaunchConfig(warps, splits + 2, 2, columns, tiles, raw_tiles=raw_tiles)
 
 
 def check(case: Case, device: str, **launch: int) -> None:
@@ -241,46 +244,52 @@ def test_C7_query_heads_per_kv_head(group: int, device: str) -> None:
     )
 
 
-@pytest.mark.parametrize("raw_last", [False, True])
-@pytest.mark.parametrize(("warps", "tiles"), [(1, 1), (1, 4), (2, 2), (4, 1)])
-def test_launch_shapes(warps: int, tiles: int, raw_last: bool, device: str) -> None:
+@pytest.mark.parametrize(("programs", "raw_programs"), [(5, 2), (1, 0), (3, 0), (40, 0), (40, 1)])
+@pytest.mark.parametrize(("warps", "tiles"), [(1, 1), (1, 4), (2, 2)])
+def test_launch_shapes(warps: int, tiles: int, programs: int, raw_programs: int, device: str) -> None:
     """Every division of the same work gives the same result."""
     case = Case("int8", "turbo4", lengths=(700,), folded=(512,))
-    config = LaunchConfig(warps, tiles, 1, 3, 2, 8, raw_last=raw_last)
+    config = LaunchConfig(warps, programs, raw_programs, 8, tiles)
     assert error(case, device, config) < (1e-5 if device == "cpu" else 1e-3)
 
 
 @pytest.mark.parametrize(
-    ("warps", "tiles", "stages", "splits"),
+    ("warps", "tiles", "ring_tiles", "splits"),
     [
         (1, 2, 0, 2),
         (2, 2, 0, 3),
-        (2, 4, 2, 1),
+        (2, 2, 4, 1),
         *(
             pytest.param(*shape, marks=pytest.mark.full)
-            for shape in [(1, 4, 2, 1), (2, 4, 0, 3), (4, 8, 0, 1), (1, 1, 3, 5)]
+            for shape in [(1, 2, 4, 1), (2, 4, 0, 3), (4, 8, 0, 1), (1, 2, 1, 5)]
         ),
     ],
 )
-def test_each_page_has_its_own_centre(warps: int, tiles: int, stages: int, splits: int, device: str) -> None:
+def test_each_page_has_its_own_centre(warps: int, tiles: int, ring_tiles: int, splits: int, device: str) -> None:
     """Programs that begin within a page, warps without a page, several pages for each."""
     case = Case("turbo4", "turbo4", centre=8.0, lengths=(800, 300), folded=(640, 128))
-    config = LaunchConfig(warps, tiles, 1, splits, 1, 8, stages, raw_last=stages > 0)
+    config = LaunchConfig(warps, splits + 1, 1, 8, tiles, ring_tiles, 0)
     assert error(case, device, config) < (3e-6 if device == "cpu" else 2e-3)
 
 
 @pytest.mark.parametrize(
-    ("warps", "tiles", "stages", "pages"),
-    [(1, 8, 0, 18), pytest.param(1, 4, 2, 18, marks=pytest.mark.full), (2, 8, 2, 35)],
+    ("warps", "tiles", "ring_tiles", "pages"),
+    [(1, 8, 0, 18), pytest.param(1, 1, 4, 18, marks=pytest.mark.full), (2, 1, 8, 35)],
 )
 def test_more_pages_than_one_product_of_centres_holds(
-    warps: int, tiles: int, stages: int, pages: int, device: str
+    warps: int, tiles: int, ring_tiles: int, pages: int, device: str
 ) -> None:
     """A warp takes the centres of its pages sixteen at a time; the last program begins within sixteen."""
     rows = pages * PAGE
     case = Case("turbo4", "turbo4", dim=32, centre=8.0, lengths=(rows, rows + 7), folded=(rows - PAGE, rows))
-    config = LaunchConfig(warps, tiles, 1, 1, 1, 8, stages)
+    config = LaunchConfig(warps, 2, 1, 8, tiles, ring_tiles, 0)
     assert error(case, device, config) < (3e-6 if device == "cpu" else 2e-3)
+
+
+@pytest.mark.parametrize(("dim", "programs"), [(80, 1), (96, 3), (80, 12)])
+def test_kinds_meet_in_a_program_where_the_merge_undoes_the_rotation(dim: int, programs: int, device: str) -> None:
+    case = Case("turbo4", "turbo4", dim=dim, lengths=(0, 90, 300, 256), folded=(0, 0, 256, 256))
+    assert error(case, device, LaunchConfig(1, programs, 0, 8, 2)) < (1e-5 if device == "cpu" else 1e-3)
 
 
 def test_keys_of_turbo4_without_centres(device: str) -> None:
@@ -292,14 +301,18 @@ def test_C5_raw_lengths(length: int, device: str) -> None:
     check(Case("raw", "raw", lengths=(length,), folded=(0,)), device)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-@each_pair
-def test_tiles_through_shared_memory(k: str, v: str, stages: int, device: str) -> None:
-    """More tiles than slots, and fewer."""
+@pytest.mark.parametrize(("k", "v"), [("int8", "int8"), ("int8", "turbo4"), ("turbo4", "turbo4")])
+def test_tiles_through_shared_memory(k: str, v: str, device: str) -> None:
+    """More tiles than slots, and none."""
     case = Case(k, v, lengths=(1, 700), folded=(0, 512), dead=(70, 300))
-    splits = 1 if case.layout.quantized else 0
-    launch = LaunchConfig(1, 2, 1, splits, 2, 8, stages)
-    assert error(case, device, launch) < (1e-5 if device == "cpu" else 1e-3)
+    assert error(case, device, LaunchConfig(1, 3, 2, 8, 1, 2, 0)) < (1e-5 if device == "cpu" else 1e-3)
+
+
+@pytest.mark.parametrize("raw_programs", [0, 1])
+def test_long_programs_take_shared_memory_and_short_ones_do_not(raw_programs: int, device: str) -> None:
+    case = Case("turbo4", "turbo4", dim=32, lengths=(530, 400, 700), folded=(512, 384, 640))
+    config = LaunchConfig(1, 2, raw_programs, 8, 1, 2, ring_from=256)
+    assert error(case, device, config) < (1e-5 if device == "cpu" else 1e-3)
 
 
 def test_several_query_rows_are_causal_among_themselves(device: str) -> None:
@@ -347,16 +360,36 @@ def test_the_chosen_grid_never_exceeds_what_the_combining_program_holds(k: str, 
         for rows in (1, 3, 8, 63, 64, 128, 512, 5000):
             for columns in (1, 4, 10, 16, 64):
                 chosen = choose_config(layout, rows, columns, processors)
-                assert 1 <= chosen.splits + chosen.raw_splits <= 128
-                assert chosen.raw_splits >= 1
-                assert chosen.splits >= 1 or not layout.quantized
+                assert 1 <= chosen.programs - chosen.raw_programs <= 128
+                assert chosen.raw_programs in ((0, 1, 4) if layout.quantized else (0,))
                 assert chosen.columns in (8, 16)
 
 
+@jit
+def _divide(OUT, raw_steps, steps, programs, LEAST: tl.constexpr):
+    gl.store(OUT, raw_programs(raw_steps, steps, programs, LEAST))
+
+
+@pytest.mark.parametrize("programs", [26, 33, 132])
+@pytest.mark.parametrize("raw_steps", [0, 1, 9, 17, 2000])
+def test_no_kind_of_rows_waits_long_for_the_other(raw_steps: int, programs: int, device: str) -> None:
+    """Even shares are the least that the longest program can have; it has twice that, and a step for each kind."""
+    out = torch.zeros((), dtype=torch.int32, device=device)
+    for steps in (0, 1, 60, 124, 128, 252, 1020, 3000):
+        _divide[(1,)](out, raw_steps, steps, programs, 1, num_warps=1)
+        raw = int(out)
+        assert 1 <= raw <= programs - (steps > 0)
+        longest = max(-(-raw_steps // raw), -(-steps // max(1, programs - raw)))
+        assert longest <= 2 * -(-(raw_steps + steps) // programs) + 1
+
+
 def test_launches_that_were_measured_on_an_h200() -> None:
-    """Two warps where rows are few; the programs of raw rows last where the others are many and long."""
+    """Two warps where rows are few; a kind of rows a program where programs are short."""
     turbo4, int8 = (Layout(CODECS[x], CODECS[x], 128, 128) for x in ("turbo4", "int8"))
     assert [choose_config(turbo4, rows, 4, 132).warps for rows in (1, 3, 4, 8, 128)] == [2, 2, 1, 1, 1]
-    assert [choose_config(turbo4, rows, 4, 132).raw_last for rows in (8, 32, 64, 512)] == [False, False, True, True]
-    assert [choose_config(int8, rows, 4, 132).raw_last for rows in (64, 128, 256)] == [False, False, True]
-    assert choose_config(turbo4, 128, 4, 132).splits == 12
+    shapes = [choose_config(int8, rows, 4, 132) for rows in (4, 8, 32, 64, 128, 512, 2000)]
+    assert [shape.programs for shape in shapes] == [132, 132, 33, 16, 8, 2, 1]
+    assert [shape.raw_programs for shape in shapes] == [4, 4, 1, 0, 0, 0, 0]
+    shapes = [choose_config(turbo4, rows, 4, 132) for rows in (3, 8, 32, 128, 512)]
+    assert [shape.programs for shape in shapes] == [132, 132, 33, 8, 2]
+    assert [(shape.tiles, shape.ring_tiles) for shape in shapes] == [(2, 0), *[(2, 4)] * 4]

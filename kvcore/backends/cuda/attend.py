@@ -16,11 +16,10 @@ from kvcore.backends.cuda.kernels.hadamard import packed_signs
 from kvcore.backends.cuda.kernels.rotate import matrix_terms, sum_of_terms
 from kvcore.layout import Layout, hadamard_dct, rotation_signs
 
-MAX_SPLITS = 128  # the combining program holds one row of each in registers
+MAX_SPLITS = 128  # the merging program holds a row of each in registers, and of up to four more apart
 NO_WINDOW = 1 << 30
 MERGE_SLICE, MERGE_WARPS = 32, 4  # dimensions of a merging program, its warps
 REGISTERS = 216  # of a thread: with eight warps on a multiprocessor, the merging program still fits beside them
-RING_REGISTERS = 168  # where tiles go through shared memory: twelve warps fit
 _TABLES = {"raw": 0, "int8": 0, "turbo4": TURBO4_LOW, "turbo3": TURBO3_MAGNITUDES}
 
 
@@ -81,63 +80,65 @@ class VRotation:
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Launch parameters: warps of a program; 16-token tiles of a warp, for folded pages (``tiles``) and for raw rows;
-    programs per (sequence, KV head) for each; tile columns; tiles in shared memory, 0 to load to registers;
-    whether programs of raw rows start after the others."""
+    """Launch parameters of `attend_splits`.
+
+    warps         of a program
+    programs      of a (sequence, KV head)
+    raw_programs  how many of them take raw rows at least; 0: each takes both kinds, where they meet
+    columns       of a tile: query rows times heads of the group
+    tiles         16-token tiles of a warp, for folded pages
+    ring_tiles    the same where a program has ``ring_from`` rows or more, which then go through shared memory; 0: never
+    raw_tiles     the same for raw rows
+    """
 
     warps: int
-    tiles: int
-    raw_tiles: int
-    splits: int
-    raw_splits: int
+    programs: int
+    raw_programs: int
     columns: int
-    stages: int = 0
-    raw_last: bool = False
+    tiles: int
+    ring_tiles: int = 0
+    ring_from: int = 192
+    raw_tiles: int = 1
 
 
 def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> LaunchConfig:
     """From the number of (sequence, KV head) rows and query columns; measured on an H200, see docs/performance.md.
 
-    Few rows want many small programs. Below four, MAX_SPLITS programs of one warp would leave most of the GPU idle:
-    they have two, except where tiles are wide. turbo4 computes most for a byte: it takes shared memory, which leaves
-    registers for more warps. Elsewhere loads to registers were faster, and for one sequence of turbo4 too: kernels with
-    much shared memory overlap less with those around them.
+    Many small programs. With few rows MAX_SPLITS of them, of one warp, would leave most of the GPU idle: they have two,
+    except where tiles are wide. turbo4 computes most for a byte: long programs of it take shared memory, which leaves
+    registers for larger tiles. Elsewhere loads to registers were faster.
     """
     wide, few, fewest = layout.k_dim > 128 or columns > 8, rows < 64, rows < 4
     raw_parts = (not layout.k.quantized) + (not layout.v.quantized)
-    one_tile = raw_parts == 1 and layout.v.name == "turbo4" and layout.k_dim > 64
-    stages = 0
+    small = layout.k_dim <= 64
+    warps, tiles, ring_tiles = 1, 2, 0
     if raw_parts == 2:
-        warps, tiles, resident = (2, 1, 4) if fewest else (1, 1, 8)
+        warps, tiles = 2 if fewest else 1, 1
     elif wide:
-        warps, tiles, resident = (2, 1, 4) if raw_parts else (1, 1, 8)
+        warps, tiles = 2 if raw_parts else 1, 1
     elif fewest:
-        warps, tiles, resident = 2, 2, 4
-    elif layout.k.codebook:
-        warps, tiles, resident, stages = (1, 2, 8, 0) if rows <= 16 else (1, 4, 12, 2)
+        warps, tiles = 2, 4 if small else 2
+    elif layout.k.codebook and layout.v.name == "turbo4":
+        tiles, ring_tiles = (4, 0) if small else (2, 4)
     elif few:
-        warps, tiles, resident = 1, 1 if one_tile else 2, 8
-    else:
-        warps, tiles, resident = (4, 4, 2) if layout.k.quantized and layout.v.codebook else (4, 2, 2)
-    total = _best_splits(rows, processors * resident)
+        tiles = 1 if raw_parts and layout.v.name == "turbo4" and not small else 2
+    elif small or (layout.k.quantized and layout.v.codebook):
+        tiles = 4
     width = 8 if columns <= 8 else 16
+    programs = _best_splits(rows, processors * 8 // warps)
     if raw_parts == 2:
-        return LaunchConfig(warps, 1, 1, 0, total, width)
-    raw_splits = min(4, max(1, total // 4))
-    # Few rows have room for the programs of raw rows. With many they come on top of what fits: last where the folded
-    # programs are long and end at different times, which leaves room, else first.
-    splits = max(1, total - raw_splits if few else min(total, MAX_SPLITS - raw_splits))
-    raw_last = rows >= (64 if stages else 256)
-    return LaunchConfig(warps, tiles, 1, splits, raw_splits, width, stages, raw_last)
+        raw_tiles = 2 if small and not few else 1
+        return LaunchConfig(warps, min(programs, MAX_SPLITS), 0, width, tiles, raw_tiles=raw_tiles)
+    # Short programs have rows of one kind: a second chain of loads would show.
+    raw_programs = 0 if programs <= 24 else 4 if programs >= MAX_SPLITS + 4 else 1
+    return LaunchConfig(warps, min(programs, MAX_SPLITS + raw_programs), raw_programs, width, tiles, ring_tiles)
 
 
 def _best_splits(rows: int, resident: int) -> int:
     """Splits of each row, for a GPU that holds ``resident`` programs: what fills it once, or twice where once leaves
-    much of it idle. A power of two where that is near: its splits are even, and it is what merging programs hold."""
+    much of it idle."""
     once, twice = (min(MAX_SPLITS, waves * resident // rows) for waves in (1, 2))
-    splits = max(1, twice if twice > 2.1 * once else once)
-    power = 1 << (splits.bit_length() - 1)
-    return power if splits < 1.05 * power else splits
+    return max(1, twice if twice > 2.1 * once else resident // rows)
 
 
 def attend_pages(
@@ -165,7 +166,9 @@ def attend_pages(
     rows = sequences * kv_heads
     group = columns // query_rows
     config = config or choose_config(layout, rows, columns, gpu.processors(q.device))
-    splits = config.raw_splits + config.splits
+    # See `attend_splits`: where a program may take rows of both kinds, there is a result more.
+    apart = (config.raw_programs or 1) if layout.quantized else 0
+    splits = config.programs + (layout.quantized and not config.raw_programs)
     blocks = -(-columns // config.columns)
     partial = torch.empty(rows * blocks * splits, config.columns, dim, device=q.device, dtype=torch.float32)
     peak = torch.empty(rows * blocks * splits, config.columns, device=q.device, dtype=torch.float32)
@@ -178,8 +181,7 @@ def attend_pages(
         assert pages.k_center is not None
         center = pages.k_center.view(torch.int32)
     overlap = gpu.overlap_options(q.device)
-    registers = RING_REGISTERS if config.stages else REGISTERS
-    attend_splits[(rows * blocks, splits)](
+    attend_splits[(rows * blocks, config.programs)](
         q_rotated, q, pages.k, pages.v, pages.k_scale, pages.v_scale,
         center, pages.raw_k, pages.raw_v,
         pages.table, pages.raw_table, pages.ranges, pages.raw_ranges, pages.sink_page, pages.sinks, pages.folded,
@@ -187,18 +189,18 @@ def attend_pages(
         (scale or 1 / sqrt(dim)) * log2(e), pages.table.shape[1], pages.raw_table.shape[1],
         window or NO_WINDOW, _TABLES[layout.k.name], _TABLES[layout.v.name],
         KC=layout.k.name, VC=layout.v.name, D=dim, HKV=kv_heads, GROUP=group, COLUMNS=columns, NP=config.columns,
-        W=config.warps, MT=config.tiles, RAW_MT=config.raw_tiles, RAW_SPLITS=config.raw_splits,
-        RAW_LAST=config.raw_last, CAUSAL=query_rows > 1 or window is not None,
-        HARDWARE=gpu.capability(q.device) >= (8, 9), UNDO=signs is not None, STAGES=config.stages,
-        CENTRED=layout.k.centred,
-        num_warps=config.warps, maxnreg=registers, **overlap,
+        W=config.warps, MT=config.tiles, RING_MT=config.ring_tiles, RING_FROM=config.ring_from,
+        RAW_MT=config.raw_tiles, RAW_PROGRAMS=config.raw_programs,
+        CAUSAL=query_rows > 1 or window is not None, HARDWARE=gpu.capability(q.device) >= (8, 9),
+        UNDO=signs is not None, MARK=terms is not None, CENTRED=layout.k.centred,
+        num_warps=config.warps, maxnreg=REGISTERS, **overlap,
     )  # fmt: skip
     padded = triton.next_power_of_2(dim)
     together = _columns_together(rows, columns, splits)
     combine_splits[(rows * columns // together, triton.cdiv(padded, MERGE_SLICE))](
         partial, peak, total, peak if terms is None else terms, out, splits,
-        COLUMNS=columns, NP=config.columns, D=dim, DP=padded, RAW_SPLITS=config.raw_splits,
-        SPLITS=triton.next_power_of_2(splits), RAW=triton.next_power_of_2(config.raw_splits), TOGETHER=together,
+        COLUMNS=columns, NP=config.columns, D=dim, DP=padded, APART=apart,
+        SPLITS=triton.next_power_of_2(splits - apart), TOGETHER=together,
         SLICE=MERGE_SLICE, TERMS=0 if terms is None else len(terms), NORM=dim**-0.5,
         num_warps=MERGE_WARPS, **overlap,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Attention of a few query rows over pages: one launch over splits; `combine.py` has the one that merges them.
 
-Split programs of a (sequence, KV head) come in two kinds. The first RAW_SPLITS share the raw rows: sinks, then the raw
-tail (the whole cache in fp16 mode). The others share the folded pages. All query heads of the KV head, times the query
-rows, are the columns of one tile. Lengths are read on the device, so one grid and one CUDA graph serve every length.
+The programs of a (sequence, KV head) divide two kinds of rows among them: raw ones, sinks first, then the raw tail (the
+whole cache in fp16 mode), and folded pages. All query heads of the KV head, times the query rows, are the columns of one
+tile. Lengths are read on the device, so one grid and one CUDA graph serve every length.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from kvcore.backends.cuda.kernels.tiles import (
     v_layout,
     v_operand,
     v_shape,
-    v_shared,
     v_tile,
     values_per_element,
 )
@@ -133,7 +132,7 @@ def _keys(
 
 @jit
 def _values(
-    V_SLOT, SIGN_SLOT, VS_SLOT, V, VS, page, at, first, last, h,
+    V_SLOT, VS_SLOT, V, VS, page, at, first, last, h,
     HKV: tl.constexpr, CODEC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """V of a tile, turbo3's signs, scales."""
@@ -142,7 +141,7 @@ def _values(
     start = row if CODEC == "raw" else (row // 16) * v_tile(CODEC, D)
     v, signs, vs = load_v(V_SLOT, V, start, first, last, CODEC, D, W, MT, RING), plane, plane
     if CODEC == "turbo3":
-        signs = load_signs(SIGN_SLOT, V, start, D, W, MT, RING)
+        signs = load_signs(V, start, D, W, MT)
     if CODEC != "raw":
         vs = load_scale(VS_SLOT, VS, plane, token // (16 * MT), W, MT, RING)
     return v, signs, vs
@@ -235,19 +234,30 @@ def _update(
 
 
 @jit
+def _copy_tile(
+    k_ring, v_ring, ks_ring, vs_ring, slot, K, V, KS, VS, page, at, first, last, h,
+    HKV: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr,
+):  # fmt: skip
+    """A tile of K and V with their scales to a slot of the rings."""
+    _keys(k_ring.index(slot), ks_ring.index(slot), K, KS, page, at, first, last, h, HKV, KC, D, W, MT, True)
+    _values(v_ring.index(slot), vs_ring.index(slot), V, VS, page, at, first, last, h, HKV, VC, D, W, MT, True)
+
+
+@jit
 def _stream(
     Q, K, V, KS, VS, C, TABLE, RANGES, SINK, SIGNS, PO, PM, PL,
     row, slot, seq, h, col0, columns, begin, end, sinks, slots, offset, length, scale, STRIDE, window,
     k_table, v_table,
     RAW: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, HKV: tl.constexpr,
-    GROUP: tl.constexpr, NP: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, UNDO: tl.constexpr, OVERLAP: tl.constexpr, CENTRED: tl.constexpr,
+    GROUP: tl.constexpr, NP: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RING: tl.constexpr,
+    CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, UNDO: tl.constexpr, MARK: tl.constexpr, OVERLAP: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax (arXiv 2205.14135) of one program over steps begin .. end of its part; writes a partial result.
+    """Online softmax (arXiv 2205.14135) of one program over steps begin .. end of a kind; writes a partial result.
 
-    With OVERLAP the append before it may still run: it writes queries and the newest rows, all else stands. With STAGES 0
-    the next tile is loaded to registers, each part after the last use of its predecessor. Else copies of the next
-    STAGES - 1 tiles to shared memory run meanwhile; a lane copies what it will read itself.
+    With OVERLAP the append before it may still run: it writes queries and the newest rows, all else stands. The next tile
+    is loaded to registers, each part after the last use of its predecessor, or with RING (of folded pages) copied to
+    shared memory meanwhile; a lane copies what it will read itself.
     """
     T: gl.constexpr = 16 * MT
     TURNS: gl.constexpr = PAGE // T  # steps of a warp in a page
@@ -277,32 +287,18 @@ def _stream(
     t = gl.arange(0, T, gl.SliceLayout(0, rows_layout))
     col = gl.arange(0, NP, gl.SliceLayout(0, cols_layout)) + col0
     position = length - columns // GROUP + col // GROUP
-    if STAGES > 0:
+    if RING:
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         VX: gl.constexpr = v_shape(VC, D, MT)[0]
         VE: gl.constexpr = v_shape(VC, D, MT)[1]
-        k_ring = gl.allocate_shared_memory(
-            K.dtype.element_ty, [STAGES, W, T, DP // values_per_element(KC)], k_shared(KC, D)
-        )
-        v_ring = gl.allocate_shared_memory(V.dtype.element_ty, [STAGES, W, VX, VE], v_shared(VC))
-        ks_ring, vs_ring, sign_ring = k_ring, v_ring, v_ring  # stand in where a codec has none
-        if KC != "raw":
-            ks_ring = gl.allocate_shared_memory(KS.dtype.element_ty, [STAGES, W, 8, 2 * MT], plain)
-        if VC != "raw":
-            vs_ring = gl.allocate_shared_memory(VS.dtype.element_ty, [STAGES, W, 8, 2 * MT], plain)
-        if VC == "turbo3":
-            sign_ring = gl.allocate_shared_memory(V.dtype.element_ty, [STAGES, W, VX, VE], plain)
-        for j in tl.static_range(STAGES - 1):
-            if begin + j < end:
-                near = _first_slot(begin + j, RAW, W, T, CENTRED, warp_rows)
-                page = _page(near, TABLE, SINK, seq, slots, STRIDE, RAW)
-                low, high = _live(near, RANGES, seq, sinks, slots, STRIDE, RAW)
-                _keys(k_ring.index(j), ks_ring.index(j), K, KS, page, near, low, high, h, HKV, KC, D, W, MT, True)
-                _values(
-                    v_ring.index(j), sign_ring.index(j), vs_ring.index(j), V, VS, page, near, low, high, h,
-                    HKV, VC, D, W, MT, True,
-                )  # fmt: skip
-            commit()
+        k_ring = gl.allocate_shared_memory(K.dtype.element_ty, [2, W, T, DP // values_per_element(KC)], k_shared(KC, D))
+        v_ring = gl.allocate_shared_memory(V.dtype.element_ty, [2, W, VX, VE], plain)
+        ks_ring = gl.allocate_shared_memory(KS.dtype.element_ty, [2, W, 8, 2 * MT], plain)
+        vs_ring = gl.allocate_shared_memory(VS.dtype.element_ty, [2, W, 8, 2 * MT], plain)
+        _copy_tile(
+            k_ring, v_ring, ks_ring, vs_ring, 0, K, V, KS, VS, page, at, first, last, h, HKV, KC, VC, D, W, MT,
+        )  # fmt: skip
+        commit()
         if CENTRED:
             centers = load_centers(C, pages, h, HKV, D, W)
             pages = _center_pages(TABLE, seq, turn + 16, last_turn, slots, STRIDE, D, W)
@@ -312,24 +308,20 @@ def _stream(
         if CENTRED:
             shifts = _shifts(centers, q, scale, D, W, NP)
         # Table entries are read a step before they are used.
-        ahead = _first_slot(begin + STAGES - 1, RAW, W, T, CENTRED, warp_rows)
+        ahead = _first_slot(begin + 1, RAW, W, T, CENTRED, warp_rows)
         page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
         low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
         for i in range(loop_bound(begin), loop_bound(end)):
-            wait(STAGES - 2)
-            now = (i - begin) % STAGES
-            free = (i - begin + STAGES - 1) % STAGES
-            if i + STAGES - 1 < end:
-                _keys(
-                    k_ring.index(free), ks_ring.index(free), K, KS, page, ahead, low, high, h, HKV, KC, D, W, MT, True
-                )
-                _values(
-                    v_ring.index(free), sign_ring.index(free), vs_ring.index(free), V, VS, page, ahead, low, high, h,
-                    HKV, VC, D, W, MT, True,
+            wait(0)
+            now = (i - begin) % 2
+            if i + 1 < end:
+                _copy_tile(
+                    k_ring, v_ring, ks_ring, vs_ring, 1 - now, K, V, KS, VS, page, ahead, low, high, h,
+                    HKV, KC, VC, D, W, MT,
                 )  # fmt: skip
             commit()
             coming_at, coming_first, coming_last = ahead, low, high
-            ahead = _first_slot(i + STAGES, RAW, W, T, CENTRED, warp_rows)
+            ahead = _first_slot(i + 2, RAW, W, T, CENTRED, warp_rows)
             page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
             low, high = _live(ahead, RANGES, seq, sinks, slots, STRIDE, RAW)
             turn, shifts, pages = _next_shifts(
@@ -340,20 +332,15 @@ def _stream(
                 k_operand(k, k_table, a_layout, KC, D, W, MT, HARDWARE), q, gl.zeros([W, T, NP], gl.float32, acc_layout)
             )
             v = v_ring.index(now).load(v_layout(VC, D, W, MT))
-            signs = sign_ring.index(now).load(v_layout(VC, D, W, MT)) if VC == "turbo3" else at
-            ks = ks_ring.index(now).load(scale_layout(W, MT)) if KC != "raw" else at
-            vs = vs_ring.index(now).load(scale_layout(W, MT)) if VC != "raw" else at
+            ks, vs = ks_ring.index(now).load(scale_layout(W, MT)), vs_ring.index(now).load(scale_layout(W, MT))
             m, l, acc = _update(
-                s, shifts, i // TURNS - turn, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset,
+                s, shifts, i // TURNS - turn, ks, v, at, vs, at, first, last, m, l, acc, t, position, offset,
                 scale, window, v_table, RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE, CENTRED,
             )  # fmt: skip
-            if STAGES > 2:
-                coming_at = _first_slot(i + 1, RAW, W, T, CENTRED, warp_rows)
-                coming_first, coming_last = _live(coming_at, RANGES, seq, sinks, slots, STRIDE, RAW)
             at, first, last = coming_at, coming_first, coming_last
     else:
         k, ks = _keys(K, K, K, KS, page, at, first, last, h, HKV, KC, D, W, MT, False)
-        v, signs, vs = _values(V, V, V, V, VS, page, at, first, last, h, HKV, VC, D, W, MT, False)
+        v, signs, vs = _values(V, V, V, VS, page, at, first, last, h, HKV, VC, D, W, MT, False)
         if CENTRED:
             centers = load_centers(C, pages, h, HKV, D, W)
             pages = _center_pages(TABLE, seq, turn + 16, last_turn, slots, STRIDE, D, W)
@@ -378,7 +365,7 @@ def _stream(
                 s, shifts, i // TURNS - turn, ks, v, signs, vs, at, first, last, m, l, acc, t, position, offset,
                 scale, window, v_table, RAW, KC, VC, D, NP, W, MT, CAUSAL, HARDWARE, DTYPE, CENTRED,
             )  # fmt: skip
-            v, signs, vs = _values(V, V, V, V, VS, page, ahead, low, high, h, HKV, VC, D, W, MT, False)
+            v, signs, vs = _values(V, V, V, VS, page, ahead, low, high, h, HKV, VC, D, W, MT, False)
             ks, at, first, last = next_ks, ahead, low, high
             ahead = _first_slot(gl.minimum(i + 2, end - 1), RAW, W, T, CENTRED, warp_rows)
             page = _page(ahead, TABLE, SINK, seq, slots, STRIDE, RAW)
@@ -398,7 +385,44 @@ def _stream(
     gl.store(PO + ((slot * NP + n) * D)[None, :] + d[:, None], out, mask=stored)
     nc = gl.arange(0, NP, gl.SliceLayout(0, cols_layout))
     gl.store(PM + slot * NP + nc, top)
-    gl.store(PL + slot * NP + nc, total)
+    gl.store(PL + slot * NP + nc, -total if MARK else total)
+
+
+@jit
+def _no_rows(PM, PL, slot, NP: tl.constexpr, W: tl.constexpr, OVERLAP: tl.constexpr):
+    """The partial result of no rows; the sum behind it is not read."""
+    if OVERLAP:
+        wait_for_previous()  # the memory may still be in use
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    lay: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, acc_layout))
+    n = gl.arange(0, NP, lay)
+    gl.store(PM + slot * NP + n, gl.full([NP], LOWEST, gl.float32, lay))
+    gl.store(PL + slot * NP + n, gl.zeros([NP], gl.float32, lay))
+
+
+@jit
+def raw_programs(raw_steps, steps, programs, LEAST: tl.constexpr):
+    """How many of the programs take raw rows, LEAST or more: so many that each has at most twice the steps of a program
+    of folded rows, and those that the others can do without, because their longest would stay as long."""
+    longest = gl.maximum(_cdiv(steps, programs - LEAST), 1)
+    even = _cdiv(raw_steps * programs, gl.maximum(raw_steps + steps, 1))
+    raw = gl.minimum(gl.maximum(gl.minimum(_cdiv(raw_steps, 2 * longest), even), LEAST), programs - 1)
+    longest = gl.maximum(_cdiv(steps, programs - raw), 1)
+    return programs - _cdiv(steps, longest)
+
+
+@jit
+def _steps(folded, W: tl.constexpr, MT: tl.constexpr, CENTRED: tl.constexpr):
+    """Steps of all folded rows in tiles of MT; with centres a warp keeps to its page."""
+    steps = _cdiv(folded, W * 16 * MT)
+    if CENTRED:
+        steps = _cdiv(folded // PAGE, W) * (PAGE // (16 * MT))
+    return steps
+
+
+@jit
+def _cdiv(x, y):
+    return (x + y - 1) // y
 
 
 @jit
@@ -407,52 +431,90 @@ def attend_splits(
     PO, PM, PL,
     scale, STRIDE, RAW_STRIDE, window, k_table, v_table,
     KC: tl.constexpr, VC: tl.constexpr, D: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr, NP: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RAW_MT: tl.constexpr,
-    RAW_SPLITS: tl.constexpr, CAUSAL: tl.constexpr, HARDWARE: tl.constexpr, UNDO: tl.constexpr,
-    RAW_LAST: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, CENTRED: tl.constexpr,
+    COLUMNS: tl.constexpr, NP: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RING_MT: tl.constexpr,
+    RING_FROM: tl.constexpr, RAW_MT: tl.constexpr, RAW_PROGRAMS: tl.constexpr, CAUSAL: tl.constexpr,
+    HARDWARE: tl.constexpr, UNDO: tl.constexpr, MARK: tl.constexpr, OVERLAP: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Partial results of every split.
+    """Partial results of every program.
 
-    Grid (sequences · HKV · column blocks, splits); with RAW_LAST the programs of raw rows start after all others.
+    Grid (sequences · HKV · column blocks, programs). With RAW_PROGRAMS > 0 a program takes rows of one kind, and that many
+    take raw ones, or more where folded pages leave programs idle. With 0 they divide all steps evenly, raw ones first,
+    and the one in which the kinds meet writes two results: there is a result more than programs.
+    Folded pages are read in tiles of MT, but from RING_FROM rows a program on in tiles of RING_MT through shared memory,
+    unless that is 0.
     Q [rows, COLUMNS, D] rotated for turbo K (Q_RAW: not rotated), a row a (sequence, KV head), a column (query row, head
     of the group). Pages as in docs/cuda.md; with CENTRED C int32 [pages, HKV, D / 2] are K's centres, two fp16 values a
     word; TABLE, RAW_TABLE int32 [sequences, *STRIDE] of page numbers, RANGES, RAW_RANGES of their live rows
     (first | end << 16); SINK int32 the raw page of the sinks; SINKS, FOLDED, LENGTH int32 per sequence: raw sinks, folded
-    slots, all slots. With UNDO a split's sum leaves V's rotated basis here (SIGNS: `hadamard.packed_signs`). PO float32
-    [row · block, splits, NP, D], PM, PL [row · block, splits, NP]. ``scale`` is the softmax scale times log2(e).
+    slots, all slots. With UNDO a folded sum leaves V's rotated basis here (SIGNS: `hadamard.packed_signs`); with MARK it
+    does not, and normalizers of raw rows are negative to tell. PO float32 [row · block, results, NP, D], PM, PL
+    [row · block, results, NP]. ``scale`` is the softmax scale times log2(e).
     """
     if OVERLAP:
         let_next_start()
     BLOCKS: gl.constexpr = (COLUMNS + NP - 1) // NP
+    QUANTIZED: gl.constexpr = KC != "raw" or VC != "raw"
+    SHARED: gl.constexpr = QUANTIZED and RAW_PROGRAMS == 0
     row = gl.program_id(0) // BLOCKS
     col0 = (gl.program_id(0) % BLOCKS) * NP
     seq = row // HKV
     h = row % HKV
-    splits = gl.num_programs(1)
-    split = splits - 1 - gl.program_id(1) if RAW_LAST else gl.program_id(1)
-    slot = gl.program_id(0).to(gl.int64) * splits + split
+    i = gl.program_id(1)
+    programs = gl.num_programs(1)
+    slot = gl.program_id(0).to(gl.int64) * (programs + 1 if SHARED else programs) + i
     sinks, folded, length = gl.load(SINKS + seq), gl.load(FOLDED + seq), gl.load(LENGTH + seq)
-    if split < RAW_SPLITS:
-        steps = ((length - folded + 16 * RAW_MT - 1) // (16 * RAW_MT) + W) // W  # one tile more, for the sinks
-        begin, end = steps * split // RAW_SPLITS, steps * (split + 1) // RAW_SPLITS
-        if OVERLAP and end * W * 16 * RAW_MT > length - folded - NEWEST:
-            wait_for_previous()
-        _stream(
-            Q_RAW, RAW_K, RAW_V, KS, VS, C, RAW_TABLE, RAW_RANGES, SINK, SIGNS, PO, PM, PL,
-            row, slot, seq, h, col0, COLUMNS, begin, end, sinks, length - folded, folded, length, scale, RAW_STRIDE,
-            window, k_table, v_table,
-            True, "raw", "raw", D, HKV, GROUP, NP, W, RAW_MT, STAGES, CAUSAL, HARDWARE, False, OVERLAP,
-            False,
-        )  # fmt: skip
+    raw_end = ((length - folded + 16 * RAW_MT - 1) // (16 * RAW_MT) + W) // W  # one tile more, for the sinks
+    raw_begin = gl.where(sinks == 0, 1, 0) if W == 1 else 0
+    raw_steps = raw_end - raw_begin
+    steps = _steps(folded, W, MT, CENTRED)
+    raw_units, per_unit = raw_steps, 1  # a step of raw rows costs as much as one of folded ones, or half
+    ring = False
+    if RING_MT > 0:
+        ring = folded >= RING_FROM * programs
+        if ring:
+            steps, raw_units, per_unit = _steps(folded, W, RING_MT, CENTRED), _cdiv(raw_steps, 2), 2
+    if SHARED:
+        low, high = (raw_units + steps) * i // programs, (raw_units + steps) * (i + 1) // programs
+        takes_raw, takes_folded = low <= raw_units, (high > raw_units) | (i == programs - 1)
     else:
-        steps = (folded + W * 16 * MT - 1) // (W * 16 * MT)
-        if CENTRED:
-            steps = (folded // PAGE + W - 1) // W * (PAGE // (16 * MT))
-        begin = steps * (split - RAW_SPLITS) // (splits - RAW_SPLITS)
-        end = steps * (split - RAW_SPLITS + 1) // (splits - RAW_SPLITS)
-        _stream(
-            Q, K, V, KS, VS, C, TABLE, RANGES, SINK, SIGNS, PO, PM, PL,
-            row, slot, seq, h, col0, COLUMNS, begin, end, sinks, folded, 0, length, scale, STRIDE, window,
-            k_table, v_table,
-            False, KC, VC, D, HKV, GROUP, NP, W, MT, STAGES, CAUSAL, HARDWARE, UNDO, OVERLAP, CENTRED,
-        )  # fmt: skip
+        raw = raw_programs(raw_units, steps, programs, RAW_PROGRAMS) if QUANTIZED else programs
+        takes_raw, takes_folded = i < raw, i >= raw
+    if takes_raw:
+        if SHARED:
+            begin, end = low * per_unit, gl.minimum(high * per_unit, raw_steps)
+        else:
+            begin, end = raw_steps * i // raw, raw_steps * (i + 1) // raw
+        if begin < end:
+            if OVERLAP and (raw_begin + end) * W * 16 * RAW_MT > length - folded - NEWEST:
+                wait_for_previous()
+            _stream(
+                Q_RAW, RAW_K, RAW_V, KS, VS, C, RAW_TABLE, RAW_RANGES, SINK, SIGNS, PO, PM, PL,
+                row, slot, seq, h, col0, COLUMNS, raw_begin + begin, raw_begin + end, sinks, length - folded, folded,
+                length, scale, RAW_STRIDE, window, k_table, v_table,
+                True, "raw", "raw", D, HKV, GROUP, NP, W, RAW_MT, False, CAUSAL, HARDWARE, False, MARK, OVERLAP, False,
+            )  # fmt: skip
+        else:
+            _no_rows(PM, PL, slot, NP, W, OVERLAP)
+    if QUANTIZED and takes_folded:
+        if SHARED:
+            begin, end = gl.maximum(low - raw_units, 0), gl.maximum(high - raw_units, 0)
+            slot += 1
+        else:
+            begin = steps * (i - raw) // (programs - raw)
+            end = steps * (i - raw + 1) // (programs - raw)
+        if begin >= end:
+            _no_rows(PM, PL, slot, NP, W, OVERLAP)
+        elif RING_MT > 0 and ring:
+            _stream(
+                Q, K, V, KS, VS, C, TABLE, RANGES, SINK, SIGNS, PO, PM, PL,
+                row, slot, seq, h, col0, COLUMNS, begin, end, sinks, folded, 0, length, scale, STRIDE, window,
+                k_table, v_table,
+                False, KC, VC, D, HKV, GROUP, NP, W, RING_MT, True, CAUSAL, HARDWARE, UNDO, False, OVERLAP, CENTRED,
+            )  # fmt: skip
+        else:
+            _stream(
+                Q, K, V, KS, VS, C, TABLE, RANGES, SINK, SIGNS, PO, PM, PL,
+                row, slot, seq, h, col0, COLUMNS, begin, end, sinks, folded, 0, length, scale, STRIDE, window,
+                k_table, v_table,
+                False, KC, VC, D, HKV, GROUP, NP, W, MT, False, CAUSAL, HARDWARE, UNDO, False, OVERLAP, CENTRED,
+            )  # fmt: skip

@@ -214,17 +214,8 @@ def v_dimension(m, CODEC: tl.constexpr):
 
 @constexpr_function
 def v_shape(codec, head_dim, MT):
-    if codec == "raw":
-        return [16 * MT, padded(head_dim)]
+    """Of a tile of words in shared memory, for each warp."""
     return [MT * padded(head_dim) // 16 // mtiles_side(codec, head_dim) * 32, v_words(codec, head_dim)]
-
-
-@constexpr_function
-def v_shared(codec):
-    """A lane's words lie side by side; of raw rows, four pairs of tokens are read at a time, from different banks."""
-    if codec == "raw":
-        return gl.SwizzledSharedLayout(16, 2, 4, [2, 1, 0])
-    return gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
 
 
 @jit
@@ -266,7 +257,7 @@ def load_v(
 
 
 @jit
-def load_signs(SLOT, V, start, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr, RING: tl.constexpr):
+def load_signs(V, start, D: tl.constexpr, W: tl.constexpr, MT: tl.constexpr):
     """The sign words of turbo3, the same for both index words: [W, X, 2]."""
     lay: gl.constexpr = v_layout("turbo3", D, W, MT)
     GROUPS: gl.constexpr = padded(D) // 64
@@ -275,7 +266,7 @@ def load_signs(SLOT, V, start, D: tl.constexpr, W: tl.constexpr, MT: tl.constexp
     e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, lay)))
     inner = x % (32 * GROUPS)
     word = x // (32 * GROUPS) * v_tile("turbo3", D) + inner // 32 * 96 + inner % 32 + 64
-    return _get(SLOT, V + base[:, None, None] + (word[None, :, None] + e[None, None, :] * 0), 0, False, RING)
+    return gl.load(V + base[:, None, None] + (word[None, :, None] + e[None, None, :] * 0))
 
 
 @jit

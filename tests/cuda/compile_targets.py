@@ -64,8 +64,8 @@ GATHERS = [
     ("turbo3-asym", 192, "bfloat16", True),
     *(("fp16", dim, dtype, False) for dim in (80, 128, 256) for dtype in ("bfloat16", "float32")),
 ]
-# mode, head_dim, dtype of raw rows, group, query rows, (sequence, KV head) rows: each pair of codecs in each tile
-# shape that `choose_config` takes, then the other head sizes, ways to undo V's rotation and column counts.
+# mode, head_dim, dtype of raw rows, group, query rows, (sequence, KV head) rows, tokens of a table: each pair of codecs
+# in each tile shape that `choose_config` takes, then the other head sizes, ways to undo V's rotation and column counts.
 ATTENDS = [
     *(
         (mode, 128, "float16", 4, 1, rows)
@@ -77,6 +77,7 @@ ATTENDS = [
     ("int8", 16, "bfloat16", 3, 1, 8),
     ("fp16", 16, "float16", 3, 1, 8),
     *((mode, 128, "float16", 4, 1, 32) for mode in ("turbo4", "int8")),
+    ("turbo4", 128, "float16", 4, 1, 8, 131072),
     *((mode, 64, "float16", 3, 1, rows) for mode in ("turbo4-asym", "fp16") for rows in (8, 192)),
     *(("turbo4", dim, "float16", 3, 1, 128) for dim in (64, 80)),
     *(("int8-turbo4", dim, "bfloat16", 3, 1, 8) for dim in (64, 80, 96, 256)),
@@ -203,7 +204,7 @@ def gather_rows(mode: str, dim: int, dtype: str, folded: bool) -> None:
         gather(source, pages.table, pages.lengths, pieces, 256, dim, out, positions=positions)
 
 
-def attend(mode: str, dim: int, dtype: str, group: int, n: int, rows: int) -> None:
+def attend(mode: str, dim: int, dtype: str, group: int, n: int, rows: int, tokens: int = 32768) -> None:
     pages = storage(mode, dim, [256], "cpu", dtype=dtype, heads=1)
     layout, planes = MODES[mode].layout(dim), {name: x[0] for name, x in pages.planes.items()}
     scales = [planes.get(f"{part}_scale", planes[part]) for part in "kv"]
@@ -220,7 +221,7 @@ def attend(mode: str, dim: int, dtype: str, group: int, n: int, rows: int) -> No
         layout,
         query_rows=n,
         v_rotation=VRotation.create(0, dim, "cpu") if layout.v.codebook else None,
-        config=choose_config(layout, rows, n * group, PROCESSORS),
+        config=choose_config(layout, rows, n * group, PROCESSORS, tokens),
     )
 
 

@@ -359,7 +359,7 @@ def test_the_chosen_grid_never_exceeds_what_the_combining_program_holds(k: str, 
     for processors in (1, 20, 132):
         for rows in (1, 3, 8, 63, 64, 128, 512, 5000):
             for columns in (1, 4, 10, 16, 64):
-                chosen = choose_config(layout, rows, columns, processors)
+                chosen = choose_config(layout, rows, columns, processors, 131072)
                 assert 1 <= chosen.programs <= 132
                 assert chosen.programs - chosen.raw_programs <= (128 if layout.quantized else 132)
                 assert chosen.raw_programs in ((0, 1, 4) if layout.quantized else (0,))
@@ -385,12 +385,17 @@ def test_no_kind_of_rows_waits_long_for_the_other(raw_steps: int, programs: int,
 
 
 def test_launches_that_were_measured_on_an_h200() -> None:
-    """Two warps where rows are few; a kind of rows a program where programs are short."""
+    """Two warps where rows are few; a kind of rows a program where programs are short; shared memory where long."""
     turbo4, int8 = (Layout(CODECS[x], CODECS[x], 128, 128) for x in ("turbo4", "int8"))
-    assert [choose_config(turbo4, rows, 4, 132).warps for rows in (1, 3, 4, 8, 128)] == [2, 2, 1, 1, 1]
-    shapes = [choose_config(int8, rows, 4, 132) for rows in (4, 8, 32, 64, 128, 512, 2000)]
-    assert [shape.programs for shape in shapes] == [132, 132, 33, 16, 8, 2, 1]
-    assert [shape.raw_programs for shape in shapes] == [4, 4, 1, 0, 0, 0, 0]
-    shapes = [choose_config(turbo4, rows, 4, 132) for rows in (3, 8, 32, 128, 512)]
-    assert [shape.programs for shape in shapes] == [132, 132, 33, 8, 2]
-    assert [(shape.tiles, shape.ring_tiles) for shape in shapes] == [(2, 0), *[(2, 4)] * 4]
+
+    def shapes(layout: Layout, tokens: int, *rows: int) -> list[LaunchConfig]:
+        return [choose_config(layout, n, 4, 132, tokens) for n in rows]
+
+    assert [x.warps for x in shapes(turbo4, 8192, 1, 3, 4, 8, 128)] == [2, 2, 1, 1, 1]
+    found = shapes(int8, 131072, 4, 8, 32, 64, 128, 512, 2000)
+    assert [x.programs for x in found] == [132, 132, 33, 16, 8, 2, 1]
+    assert [x.raw_programs for x in found] == [4, 4, 1, 0, 0, 0, 0]
+    assert not any(x.ring_tiles for x in found)
+    assert [x.ring_tiles for x in shapes(turbo4, 32768, 3, 8, 32, 128)] == [0, 0, 4, 4]
+    assert [x.ring_tiles for x in shapes(turbo4, 131072, 3, 8, 32, 128)] == [0, 4, 4, 4]
+    assert [x.ring_tiles for x in shapes(turbo4, 4096, 8, 32, 128, 512)] == [0, 0, 0, 4]

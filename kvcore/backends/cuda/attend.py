@@ -14,9 +14,11 @@ from kvcore.backends.cuda.kernels.decode import attend_splits
 from kvcore.backends.cuda.kernels.fragments import TURBO3_MAGNITUDES, TURBO4_LOW
 from kvcore.backends.cuda.kernels.hadamard import packed_signs
 from kvcore.backends.cuda.kernels.rotate import matrix_terms, sum_of_terms
+from kvcore.backends.cuda.native import PAGE
 from kvcore.layout import Layout, hadamard_dct, rotation_signs
 
 MAX_SPLITS = 128  # the merging program holds a row of each in registers, and of up to four more apart
+LONG = 768  # tokens of a program from which shared memory pays for what it costs the kernels around
 NO_WINDOW = 1 << 30
 MERGE_SLICE, MERGE_WARPS = 32, 4  # dimensions of a merging program, its warps
 REGISTERS = 216  # of a thread: with eight warps on a multiprocessor, the merging program still fits beside them
@@ -101,25 +103,27 @@ class LaunchConfig:
     raw_tiles: int = 1
 
 
-def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> LaunchConfig:
-    """From the number of (sequence, KV head) rows and query columns; measured on an H200, see docs/performance.md.
+def choose_config(layout: Layout, rows: int, columns: int, processors: int, tokens: int) -> LaunchConfig:
+    """From the number of (sequence, KV head) rows, query columns and the most tokens that a sequence may have; measured
+    on an H200, see docs/performance.md.
 
     Many small programs. With few rows MAX_SPLITS of them, of one warp, would leave most of the GPU idle: they have two,
     except where tiles are wide. turbo4 computes most for a byte: long programs of it take shared memory, which leaves
-    registers for larger tiles. Elsewhere loads to registers were faster.
+    registers for larger tiles. A kernel that may do so overlaps less with those around it, so tables must be long.
     """
     wide, few, fewest = layout.k_dim > 128 or columns > 8, rows < 64, rows < 4
     raw_parts = (not layout.k.quantized) + (not layout.v.quantized)
     small = layout.k_dim <= 64
-    warps, tiles, ring_tiles = 1, 2, 0
+    turbo4 = layout.k.codebook and layout.v.name == "turbo4"
+    warps, tiles = 1, 2
     if raw_parts == 2:
         warps, tiles = 2 if fewest else 1, 1
     elif wide:
         warps, tiles = 2 if raw_parts else 1, 1
     elif fewest:
         warps, tiles = 2, 4 if small else 2
-    elif layout.k.codebook and layout.v.name == "turbo4":
-        tiles, ring_tiles = (4, 0) if small else (2, 4)
+    elif turbo4:
+        tiles = 4 if small else 2
     elif few:
         tiles = 1 if raw_parts and layout.v.name == "turbo4" and not small else 2
     elif small or (layout.k.quantized and layout.v.codebook):
@@ -132,7 +136,10 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int) -> L
         return LaunchConfig(warps, min(programs, fits), 0, width, tiles, raw_tiles=raw_tiles)
     # Short programs have rows of one kind: a second chain of loads would show.
     raw_programs = 0 if programs <= 24 else 4 if fits > MAX_SPLITS else 1
-    return LaunchConfig(warps, min(programs, MAX_SPLITS + raw_programs), raw_programs, width, tiles, ring_tiles)
+    programs = min(programs, MAX_SPLITS + raw_programs)
+    ring = turbo4 and not (wide or small or fewest) and tokens >= LONG * programs
+    ring_tiles = 4 if ring else 0
+    return LaunchConfig(warps, programs, raw_programs, width, tiles, ring_tiles)
 
 
 def _best_splits(rows: int, resident: int) -> int:
@@ -166,7 +173,8 @@ def attend_pages(
     sequences, kv_heads, columns, dim = q.shape
     rows = sequences * kv_heads
     group = columns // query_rows
-    config = config or choose_config(layout, rows, columns, gpu.processors(q.device))
+    tokens = pages.table.shape[1] * PAGE
+    config = config or choose_config(layout, rows, columns, gpu.processors(q.device), tokens)
     # See `attend_splits`: where a program may take rows of both kinds, there is a result more.
     splits = config.programs + (layout.quantized and not config.raw_programs)
     blocks = -(-columns // config.columns)

@@ -130,12 +130,11 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int, toke
         tiles = 4
     width = 8 if columns <= 8 else 16
     programs = _best_splits(rows, processors * 8 // warps)
-    fits = MAX_SPLITS + 4 if programs >= MAX_SPLITS + 4 else MAX_SPLITS
     if raw_parts == 2:
         raw_tiles = 2 if small and not few else 1
-        return LaunchConfig(warps, min(programs, fits), 0, width, tiles, raw_tiles=raw_tiles)
+        return LaunchConfig(warps, min(programs, MAX_SPLITS), 0, width, tiles, raw_tiles=raw_tiles)
     # Short programs have rows of one kind: a second chain of loads would show.
-    raw_programs = 0 if programs <= 24 else 4 if fits > MAX_SPLITS else 1
+    raw_programs = 0 if programs <= 24 else 4 if programs >= MAX_SPLITS + 4 else 1
     programs = min(programs, MAX_SPLITS + raw_programs)
     ring = turbo4 and not (wide or small or fewest) and tokens >= LONG * programs
     ring_tiles = 4 if ring else 0
@@ -177,6 +176,7 @@ def attend_pages(
     config = config or choose_config(layout, rows, columns, gpu.processors(q.device), tokens)
     # See `attend_splits`: where a program may take rows of both kinds, there is a result more.
     splits = config.programs + (layout.quantized and not config.raw_programs)
+    apart = (config.raw_programs or 1) if layout.quantized else 0  # in a merge, which holds a power of two beside them
     blocks = -(-columns // config.columns)
     partial = torch.empty(rows * blocks * splits, config.columns, dim, device=q.device, dtype=torch.float32)
     peak = torch.empty(rows * blocks * splits, config.columns, device=q.device, dtype=torch.float32)
@@ -205,11 +205,10 @@ def attend_pages(
     )  # fmt: skip
     padded = triton.next_power_of_2(dim)
     together = _columns_together(rows, columns, splits)
-    # A merge loads a power of two of splits, and up to four apart.
-    held, apart = min((triton.next_power_of_2(splits - n), n) for n in (0, 1, 4) if n < splits)
     combine_splits[(rows * columns // together, triton.cdiv(padded, MERGE_SLICE))](
         partial, peak, total, peak if terms is None else terms, out, splits,
-        COLUMNS=columns, NP=config.columns, D=dim, DP=padded, APART=apart, SPLITS=held, TOGETHER=together,
+        COLUMNS=columns, NP=config.columns, D=dim, DP=padded, APART=apart,
+        SPLITS=triton.next_power_of_2(splits - apart), TOGETHER=together,
         SLICE=MERGE_SLICE, TERMS=0 if terms is None else len(terms), NORM=dim**-0.5,
         num_warps=MERGE_WARPS, **overlap,
     )  # fmt: skip

@@ -398,3 +398,6 @@ def test_launches_that_were_measured_on_an_h200() -> None:
     assert [x.ring_tiles for x in shapes(turbo4, 32768, 3, 8, 32, 128)] == [0, 0, 4, 4]
     assert [x.ring_tiles for x in shapes(turbo4, 131072, 3, 8, 32, 128)] == [0, 4, 4, 4]
     assert [x.ring_tiles for x in shapes(turbo4, 4096, 8, 32, 128, 512)] == [0, 0, 0, 4]
+    raw = Layout(CODECS["raw"], CODECS["raw"], 64, 64)
+    assert [x.raw_tiles for x in shapes(raw, 8192, 3, 8, 48, 192)] == [1, 1, 2, 2]
+    assert [x.programs for x in shapes(raw, 8192, 3, 8, 48, 192)] == [128, 128, 22, 11]

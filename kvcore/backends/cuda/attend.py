@@ -131,7 +131,7 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int, toke
     width = 8 if columns <= 8 else 16
     programs = _best_splits(rows, processors * 8 // warps)
     if raw_parts == 2:
-        raw_tiles = 2 if small and not few else 1
+        raw_tiles = 2 if small and programs <= 24 else 1
         return LaunchConfig(warps, min(programs, MAX_SPLITS), 0, width, tiles, raw_tiles=raw_tiles)
     # Short programs have rows of one kind: a second chain of loads would show.
     raw_programs = 0 if programs <= 24 else 4 if programs >= MAX_SPLITS + 4 else 1

@@ -65,7 +65,8 @@ GATHERS = [
     *(("fp16", dim, dtype, False) for dim in (80, 128, 256) for dtype in ("bfloat16", "float32")),
 ]
 # mode, head_dim, dtype of raw rows, group, query rows, (sequence, KV head) rows, tokens of a table: each pair of codecs
-# in each tile shape that `choose_config` takes, then the other head sizes, ways to undo V's rotation and column counts.
+# in the tile shapes that `choose_config` takes for head size 128, then the other head sizes, ways to undo V's rotation
+# and column counts.
 ATTENDS = [
     *(
         (mode, 128, "float16", 4, 1, rows)
@@ -76,8 +77,9 @@ ATTENDS = [
     *(("turbo4", dim, "float16", 3, 1, 8) for dim in (16, 32, 64, 80, 96, 256)),
     ("int8", 16, "bfloat16", 3, 1, 8),
     ("fp16", 16, "float16", 3, 1, 8),
-    *((mode, 128, "float16", 4, 1, 32) for mode in ("turbo4", "int8")),
-    ("turbo4", 128, "float16", 4, 1, 8, 131072),
+    *((mode, 128, "float16", 4, 1, 32) for mode in ("turbo4", "int8", "int8-turbo4", "turbo4-asym", "turbo3-asym")),
+    *(("turbo4", 128, "float16", 4, 1, rows, tokens) for rows, tokens in ((8, 131072), (32, 8192), (128, 4096))),
+    *(("int8", 64, "float16", 3, 1, rows) for rows in (3, 192)),
     *((mode, 64, "float16", 3, 1, rows) for mode in ("turbo4-asym", "fp16") for rows in (8, 192)),
     *(("turbo4", dim, "float16", 3, 1, 128) for dim in (64, 80)),
     *(("int8-turbo4", dim, "bfloat16", 3, 1, 8) for dim in (64, 80, 96, 256)),

@@ -17,7 +17,7 @@ from kvcore.backends.cuda.kernels.rotate import matrix_terms, sum_of_terms
 from kvcore.backends.cuda.native import PAGE
 from kvcore.layout import Layout, hadamard_dct, rotation_signs
 
-MAX_SPLITS = 128  # the merging program holds a row of each in registers, and of up to four more apart
+MAX_PROGRAMS = 128  # of a row: the merge holds the result of each in registers, and up to four more apart
 LONG = 768  # tokens of a program from which shared memory pays for what it costs the kernels around
 NO_WINDOW = 1 << 30
 MERGE_SLICE, MERGE_WARPS = 32, 4  # dimensions of a merging program, its warps
@@ -107,8 +107,8 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int, toke
     """From the number of (sequence, KV head) rows, query columns and the most tokens that a sequence may have; measured
     on an H200, see docs/performance.md.
 
-    Many small programs. With few rows MAX_SPLITS of them, of one warp, would leave most of the GPU idle: they have two,
-    except where tiles are wide. turbo4 computes most for a byte: long programs of it take shared memory, which leaves
+    Many small programs. With few rows MAX_PROGRAMS of one warp would leave most of the GPU idle: they have two, except
+    where tiles are wide. turbo4 computes most for a byte: long programs of it take shared memory, which leaves
     registers for larger tiles. A kernel that may do so overlaps less with those around it, so tables must be long.
     """
     wide, few, fewest = layout.k_dim > 128 or columns > 8, rows < 64, rows < 4
@@ -129,22 +129,21 @@ def choose_config(layout: Layout, rows: int, columns: int, processors: int, toke
     elif small or (layout.k.quantized and layout.v.codebook):
         tiles = 4
     width = 8 if columns <= 8 else 16
-    programs = _best_splits(rows, processors * 8 // warps)
+    programs = _best_programs(rows, processors * 8 // warps)
     if raw_parts == 2:
         raw_tiles = 2 if small and programs <= 24 else 1
-        return LaunchConfig(warps, min(programs, MAX_SPLITS), 0, width, tiles, raw_tiles=raw_tiles)
+        return LaunchConfig(warps, min(programs, MAX_PROGRAMS), 0, width, tiles, raw_tiles=raw_tiles)
     # Short programs have rows of one kind: a second chain of loads would show.
-    raw_programs = 0 if programs <= 24 else 4 if programs >= MAX_SPLITS + 4 else 1
-    programs = min(programs, MAX_SPLITS + raw_programs)
+    raw_programs = 0 if programs <= 24 else 4 if programs >= MAX_PROGRAMS + 4 else 1
+    programs = min(programs, MAX_PROGRAMS + raw_programs)
     ring = turbo4 and not (wide or small or fewest) and tokens >= LONG * programs
     ring_tiles = 4 if ring else 0
     return LaunchConfig(warps, programs, raw_programs, width, tiles, ring_tiles)
 
 
-def _best_splits(rows: int, resident: int) -> int:
-    """Splits of each row, for a GPU that holds ``resident`` programs: what fills it once, or twice where once leaves
-    much of it idle."""
-    once, twice = (min(MAX_SPLITS, waves * resident // rows) for waves in (1, 2))
+def _best_programs(rows: int, resident: int) -> int:
+    """Of a row, on a GPU that holds ``resident`` programs: what fills it once, or twice where once leaves much idle."""
+    once, twice = (min(MAX_PROGRAMS, waves * resident // rows) for waves in (1, 2))
     return max(1, twice if twice > 2.1 * once else resident // rows)
 
 
@@ -174,12 +173,13 @@ def attend_pages(
     group = columns // query_rows
     tokens = pages.table.shape[1] * PAGE
     config = config or choose_config(layout, rows, columns, gpu.processors(q.device), tokens)
+    _check(config, layout)
     # See `attend_splits`: where a program may take rows of both kinds, there is a result more.
-    splits = config.programs + (layout.quantized and not config.raw_programs)
+    results = config.programs + (layout.quantized and not config.raw_programs)
     apart = (config.raw_programs or 1) if layout.quantized else 0  # in a merge, which holds a power of two beside them
     blocks = -(-columns // config.columns)
-    partial = torch.empty(rows * blocks * splits, config.columns, dim, device=q.device, dtype=torch.float32)
-    peak = torch.empty(rows * blocks * splits, config.columns, device=q.device, dtype=torch.float32)
+    partial = torch.empty(rows * blocks * results, config.columns, dim, device=q.device, dtype=torch.float32)
+    peak = torch.empty(rows * blocks * results, config.columns, device=q.device, dtype=torch.float32)
     total = torch.empty_like(peak)
     out = torch.empty_like(q, dtype=out_dtype)
     signs = None if v_rotation is None else v_rotation.signs
@@ -204,20 +204,31 @@ def attend_pages(
         num_warps=config.warps, maxnreg=REGISTERS, **overlap,
     )  # fmt: skip
     padded = triton.next_power_of_2(dim)
-    together = _columns_together(rows, columns, splits)
+    together = _columns_together(rows, columns, results)
     combine_splits[(rows * columns // together, triton.cdiv(padded, MERGE_SLICE))](
-        partial, peak, total, peak if terms is None else terms, out, splits,
+        partial, peak, total, peak if terms is None else terms, out, results,
         COLUMNS=columns, NP=config.columns, D=dim, DP=padded, APART=apart,
-        SPLITS=triton.next_power_of_2(splits - apart), TOGETHER=together,
+        RESULTS=triton.next_power_of_2(results - apart), TOGETHER=together,
         SLICE=MERGE_SLICE, TERMS=0 if terms is None else len(terms), NORM=dim**-0.5,
         num_warps=MERGE_WARPS, **overlap,
     )  # fmt: skip
     return out
 
 
-def _columns_together(rows: int, columns: int, splits: int) -> int:
+def _check(config: LaunchConfig, layout: Layout) -> None:
+    if not layout.quantized:
+        return
+    if config.raw_programs not in (0, 1, 2, 4) or config.raw_programs >= config.programs:
+        raise ValueError(
+            f"{config.raw_programs} of {config.programs} programs for raw rows: give 0, 1, 2 or 4, and fewer"
+        )
+    if config.ring_tiles and not (layout.k.quantized and layout.v.name in ("int8", "turbo4")):
+        raise ValueError(f"{layout.k.name} and {layout.v.name} do not go through shared memory: set ring_tiles to 0")
+
+
+def _columns_together(rows: int, columns: int, results: int) -> int:
     """Columns that one merging program writes: more than one only where that leaves enough programs."""
     together = 1
-    while columns % (2 * together) == 0 and rows * columns // together > 256 and splits * together < 32:
+    while columns % (2 * together) == 0 and rows * columns // together > 256 and results * together < 32:
         together *= 2
     return min(together, 16)

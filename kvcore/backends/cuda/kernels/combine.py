@@ -1,4 +1,4 @@
-"""The splits of `decode.py` merged by log-sum-exp, and out of V's rotated basis where they are still in it."""
+"""The results of `decode.py` merged by log-sum-exp, and out of V's rotated basis where they are still in it."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from kvcore.backends.cuda.kernels.rotate import exact_product
 
 @triton.jit
 def combine_splits(
-    PO, PM, PL, UNDO, OUT, splits,
+    PO, PM, PL, UNDO, OUT, results,
     COLUMNS: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, APART: tl.constexpr,
-    SPLITS: tl.constexpr, TOGETHER: tl.constexpr, SLICE: tl.constexpr, TERMS: tl.constexpr, NORM: tl.constexpr,
+    RESULTS: tl.constexpr, TOGETHER: tl.constexpr, SLICE: tl.constexpr, TERMS: tl.constexpr, NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits by log-sum-exp; OUT [rows, COLUMNS, D] in its own dtype. A sequence without rows gives zeros.
+    """Merge the results of a row by log-sum-exp; OUT [rows, COLUMNS, D] in its own dtype. A sequence without rows gives zeros.
 
     Grid (rows · COLUMNS / TOGETHER, D / SLICE): a program writes SLICE dimensions of TOGETHER columns of a row. Where sums
     of folded rows are still in V's rotated basis (TERMS > 0: D is no power of two), they are summed first, and R_Vᵀ is
     applied to that sum once: a product on tensor cores with UNDO bf16 [TERMS, D, D] (`attend.VRotation`), the float32
     sum as three bf16 numbers. The normalizers of the others are negative then.
-    APART splits are loaded by themselves, so that SPLITS, a power of two, holds the rest; 0 or a power of two.
+    The first APART are loaded by themselves, so that RESULTS, a power of two, holds the rest; 0 or a power of two.
     """
     groups: tl.constexpr = COLUMNS // TOGETHER
     row = tl.program_id(0) // groups
     column = tl.program_id(0) % groups * TOGETHER + tl.arange(0, TOGETHER)
     j = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     if TERMS == 1:
-        matrix = _undo_term(UNDO, 0, j, D, DP)  # a constant: its latency passes while the splits still run
+        matrix = _undo_term(UNDO, 0, j, D, DP)  # a constant: its latency passes while programs still run
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     blocks: tl.constexpr = (COLUMNS + NP - 1) // NP
-    at = ((row * blocks + column // NP).to(tl.int64) * splits * NP + column % NP)[None, :]
+    at = ((row * blocks + column // NP).to(tl.int64) * results * NP + column % NP)[None, :]
     live = column < COLUMNS
-    s = APART + tl.arange(0, SPLITS)
+    s = APART + tl.arange(0, RESULTS)
     # All loads come first: the launch is short, and each wait for memory in a row would show.
-    m, l, o, rotated = _load_splits(PO, PM, PL, at, s, splits, live, j, NP, D, DP, TERMS > 0)
+    m, l, o, rotated = _load_results(PO, PM, PL, at, s, results, live, j, NP, D, DP, TERMS > 0)
     top = tl.max(m, 0)
     if APART > 0:
         s = tl.arange(0, APART)
-        m1, l1, o1, rotated1 = _load_splits(PO, PM, PL, at, s, APART, live, j, NP, D, DP, TERMS > 0)
+        m1, l1, o1, rotated1 = _load_results(PO, PM, PL, at, s, APART, live, j, NP, D, DP, TERMS > 0)
         top = tl.maximum(top, tl.max(m1, 0))
     total, out, x = _weighted(m, l, o, rotated, top, TERMS > 0)
     if APART > 0:
@@ -57,17 +57,17 @@ def combine_splits(
                 matrix = _undo_term(UNDO, term, j, D, DP)
             y = exact_product(x, matrix, y)
         out += tl.sum(tl.reshape(y, [repeats, TOGETHER, SLICE]), 0) * (NORM / repeats)
-    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    out = out / tl.where(total == 0, 1.0, total)[:, None]  # NaN stays
     to = OUT + (row * COLUMNS + column).to(tl.int64)[:, None] * D + j[None, :]
     tl.store(to, out.to(OUT.dtype.element_ty), mask=live[:, None] & (j < D)[None, :])
 
 
 @triton.jit
-def _load_splits(
+def _load_results(
     PO, PM, PL, at, s, end, column_live, j, NP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATED: tl.constexpr
 ):
-    """Splits s < end: maxima and normalizers [splits, columns], sums [splits, columns, dimensions j]; with ROTATED the
-    sums of all dimensions as well."""
+    """Results s < end: maxima and normalizers [s, columns], sums [s, columns, dimensions j]; with ROTATED the sums of all
+    dimensions as well."""
     at += s[:, None] * NP
     live = (s < end)[:, None] & column_live[None, :]
     m = tl.load(PM + at, mask=live, other=-1e30)
@@ -82,7 +82,7 @@ def _load_splits(
 
 @triton.jit
 def _weighted(m, l, o, rotated, top, ROTATED: tl.constexpr):
-    """Normalizer, sum and rotated sum of some splits at the maxima ``top``. Behind a split of no rows stands anything."""
+    """Normalizer, sum and rotated sum of some results at the maxima ``top``. The sum of no rows may be anything."""
     weight = tl.where(m > -1e30, tl.exp2(m - top[None, :]), 0.0)
     total = tl.sum(weight * tl.abs(l), 0)
     plain = l < 0 if ROTATED else l > 0

@@ -1,4 +1,4 @@
-"""Attention of a few query rows over pages: one launch over splits; `combine.py` has the one that merges them.
+"""Attention of a few query rows over pages: one launch of many programs; `combine.py` has the one that merges results.
 
 The programs of a (sequence, KV head) divide two kinds of rows among them: raw ones, sinks first, then the raw tail (the
 whole cache in fp16 mode), and folded pages. All query heads of the KV head, times the query rows, are the columns of one
@@ -403,7 +403,8 @@ def _no_rows(PM, PL, slot, NP: tl.constexpr, W: tl.constexpr, OVERLAP: tl.conste
 @jit
 def raw_programs(raw_steps, steps, programs, LEAST: tl.constexpr):
     """How many of the programs take raw rows, LEAST or more: so many that each has at most twice the steps of a program
-    of folded rows, and those that the others can do without, because their longest would stay as long."""
+    of folded rows, unless that is more than their even share, and those that the others can do without, because their
+    longest would stay as long."""
     longest = gl.maximum(_cdiv(steps, programs - LEAST), 1)
     even = _cdiv(raw_steps * programs, gl.maximum(raw_steps + steps, 1))
     raw = gl.minimum(gl.maximum(gl.minimum(_cdiv(raw_steps, 2 * longest), even), LEAST), programs - 1)

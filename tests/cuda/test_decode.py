@@ -209,9 +209,11 @@ def _fold(
 
 
 @pytest.fixture(autouse=True)
-def results_of_no_program_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+def results_that_nobody_wrote_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory is full of a maximum that would outweigh all others; NaN would weigh nothing."""
+    for name in ("empty", "empty_like"):
+        new = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, _new=new, **k: _new(*a, **k).fill_(1000))
 
 
 def config(
@@ -256,7 +258,7 @@ def test_C7_query_heads_per_kv_head(group: int, device: str) -> None:
 
 
 @pytest.mark.parametrize(("programs", "raw_programs"), [(5, 2), (1, 0), (3, 0), (40, 0), (40, 1)])
-@pytest.mark.parametrize(("warps", "tiles"), [(1, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(("warps", "tiles"), [(1, 1), (1, 4), (2, 2), (4, 1)])
 def test_launch_shapes(warps: int, tiles: int, programs: int, raw_programs: int, device: str) -> None:
     """Every division of the same work gives the same result."""
     case = Case("int8", "turbo4", lengths=(700,), folded=(512,))

@@ -172,8 +172,10 @@ def attend_pages(
     rows = sequences * kv_heads
     group = columns // query_rows
     tokens = pages.table.shape[1] * PAGE
-    config = config or choose_config(layout, rows, columns, gpu.processors(q.device), tokens)
-    _check(config, layout)
+    if config is None:
+        config = choose_config(layout, rows, columns, gpu.processors(q.device), tokens)
+    else:
+        _check(config, layout)
     # See `attend_splits`: where a program may take rows of both kinds, there is a result more.
     results = config.programs + (layout.quantized and not config.raw_programs)
     apart = (config.raw_programs or 1) if layout.quantized else 0  # in a merge, which holds a power of two beside them

@@ -128,7 +128,7 @@ def _summary(jobs: Sequence[Job], replicas: Sequence[Replica], warm_share: float
     latency = np.array([job.finished - job.arrived for job in counted])
     end = max(job.finished for job in served)
     gaps = np.array([gap for replica in replicas for gap in replica.gaps]).reshape(-1, 2)
-    steps = sum(replica._steps for replica in replicas)
+    steps = sum(replica.steps for replica in replicas)
     return Summary(
         requests=len(counted),
         seconds=end,

@@ -19,7 +19,7 @@ from kvcore.modes import Mode, resolve_mode
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Seconds. An iteration of the engine is a prefill chunk of one prompt, if one waits, and a decode step.
+    """Seconds. An iteration of the engine is a decode step, and prefill chunks of prompts that wait.
 
     chunk          of a prefill chunk, whatever its length
     prompt_token   of each token in it
@@ -42,6 +42,10 @@ class Rates:
                 raise InputError(f"rate {name} {value!r}: must be a number of seconds, 0 or more")
         if self.prompt_token + self.chunk <= 0 or self.step + self.sequence <= 0:
             raise InputError("rates of no time at all: a prompt token or chunk, and a step or sequence, must take some")
+
+    def piece(self, start: int, tokens: int) -> float:
+        """One prefill chunk of ``tokens`` behind ``start`` others of its prompt."""
+        return self.chunk + tokens * self.prompt_token + tokens * (start + tokens / 2) * self.prompt_pair
 
     def prefill(self, tokens: int, chunk: int) -> float:
         """A whole prompt, alone."""

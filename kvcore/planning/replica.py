@@ -1,17 +1,18 @@
-"""One replica: a queue, one prompt in prefill, a batch in decode, and the memory of its pages.
+"""One replica: a queue, prompts in prefill, a batch in decode, and the memory of its pages.
 
-Time passes in blocks of alike iterations: between two events the batch is the same and its contexts grow by one token
-each per step, so that any number of steps costs one formula.
+An iteration is the engine's (`kvcore.engine.Engine.step`): a token for each sequence of the batch, then a chunk's worth
+of prompts. While nothing but lengths changes, any number of iterations costs one formula.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvcore.generate import chunks_of
+from kvcore.generate import chunk_end, chunks_of
 from kvcore.planning.rates import Rates
 
 
@@ -41,13 +42,14 @@ class Replica:
     gaps: list[tuple[float, int]] = field(default_factory=list)  # seconds between tokens, how many of them
     used: int = 0
     busy: float = 0.0
+    steps: int = 0  # of decode
     _running: list[tuple[int, int, Job]] = field(default_factory=list)  # finishing step, a tie-break, the job
     _filling: Job | None = None
-    _iterations: int = 0  # that the prompt still takes
-    _extra: float = 0.0  # seconds of each of them for the prompt
-    _steps: int = 0
+    _filled: int = 0  # tokens of its prompt that ran
     _context: int = 0
     _admitted: int = 0
+    _decoded: float = 0.0  # when the last step of decode ended
+    _joined: list[float] = field(default_factory=list)  # first tokens since then
 
     @property
     def load(self) -> int:
@@ -61,52 +63,81 @@ class Replica:
 
     def advance(self, until: float) -> None:
         """Go on to ``until``, or to the end of the iteration that runs then."""
-        while self.now < until:
-            self._admit()
-            if self._filling is None and not self._running:
-                return
-            self._block(until)
+        while self.now < until and self.load:
+            if not self._repeat(until):
+                self._decode()
+                self._prefill()
 
-    def _admit(self) -> None:
-        """Take the oldest request into prefill, if none is there and its whole length fits."""
-        while self._filling is None and self.waiting and len(self._running) < self.max_batch:
-            job = self.waiting[0]
-            if self.memory is not None and job.bytes > self.memory:
-                job.refused = True
-                self.waiting.popleft()
-                continue
-            if self.memory is not None and self.used + job.bytes > self.memory:
-                return
-            self.waiting.popleft()
-            self.used += job.bytes
-            self._filling = job
-            self._iterations = chunks_of(job.prompt, self.chunk)
-            self._extra = self.rates.prefill(job.prompt, self.chunk) / self._iterations
-
-    def _block(self, until: float) -> None:
-        """Alike iterations up to the next event."""
-        batch = len(self._running)
-        count = self._iterations if self._filling is not None else self._running[0][0] - self._steps
+    def _repeat(self, until: float) -> bool:
+        """Several iterations at once, where no sequence comes or goes and each takes as much of the same prompt."""
+        batch, job = len(self._running), self._filling
+        if self._joined or (job is None and (not batch or self._fits())):
+            return False
+        count = self._running[0][0] - self.steps - 1 if batch else sys.maxsize
+        decode = self.rates.decode(batch, self._context) if batch else 0.0
+        longer, piece, growth = batch * self.rates.context_token, 0.0, 0.0
+        if job is not None:
+            count = min(count, chunks_of(job.prompt - self._filled, self.chunk) - 1)
+            piece, growth = self.rates.piece(self._filled, self.chunk), self.chunk**2 * self.rates.prompt_pair
+        if count < 2:
+            return False
+        count = min(count, _iterations_to(until - self.now, decode + piece, longer + growth))
+        self._pass(count * (decode + piece) + (longer + growth) * count * (count - 1) / 2)
+        if job is not None:
+            piece += growth * (count - 1)
+            self._filled += count * self.chunk
         if batch:
-            count = min(count, self._running[0][0] - self._steps)
-        first = self._extra if self._filling is not None else 0.0
-        growth = 0.0
-        if batch:
-            first += self.rates.decode(batch, self._context)
-            growth = batch * self.rates.context_token
-        count = min(count, _iterations_to(until - self.now, first, growth))
-        seconds = count * first + growth * count * (count - 1) / 2
-        self.now += seconds
-        self.busy += seconds
-        if batch:
-            self.gaps.append((seconds / count, batch * count))
-            self._steps += count
+            self.steps += count
             self._context += batch * count
-        self._finish()
-        if self._filling is not None:
-            self._iterations -= count
-            if self._iterations == 0:
-                self._first_token(self._filling)
+            self.gaps.append(((self.now - piece - self._decoded) / count, batch * count))
+            self._decoded = self.now - piece
+        return True
+
+    def _decode(self) -> None:
+        """A token for each sequence."""
+        batch = len(self._running)
+        if not batch:
+            return
+        self._pass(self.rates.decode(batch, self._context))
+        self.steps += 1
+        self._context += batch
+        if batch > len(self._joined):
+            self.gaps.append((self.now - self._decoded, batch - len(self._joined)))
+        self.gaps.extend((self.now - first, 1) for first in self._joined)
+        self._joined.clear()
+        self._decoded = self.now
+        while self._running and self._running[0][0] == self.steps:
+            _, _, job = heapq.heappop(self._running)
+            self._context -= job.prompt + job.output
+            self._end(job)
+
+    def _prefill(self) -> None:
+        """Chunks of prompts, the oldest request's first, as long as the next is not longer than what is left."""
+        left = self.chunk
+        while left > 0 and (job := self._filling or self._admit()) is not None:
+            size = chunk_end(self._filled + self.chunk, job.prompt, self.chunk) - self._filled
+            if size > left and left < self.chunk:
+                return
+            left -= size
+            self._pass(self.rates.piece(self._filled, size))
+            self._filled += size
+            if self._filled >= job.prompt:
+                self._first_token(job)
+
+    def _fits(self) -> bool:
+        """Whether the oldest request can begin. Those that never can are refused."""
+        while self.waiting and self.memory is not None and self.waiting[0].bytes > self.memory:
+            self.waiting.popleft().refused = True
+        if not self.waiting or len(self._running) >= self.max_batch:
+            return False
+        return self.memory is None or self.used + self.waiting[0].bytes <= self.memory
+
+    def _admit(self) -> Job | None:
+        if not self._fits():
+            return None
+        self._filling, self._filled = self.waiting.popleft(), 0
+        self.used += self._filling.bytes
+        return self._filling
 
     def _first_token(self, job: Job) -> None:
         self._filling = None
@@ -115,24 +146,23 @@ class Replica:
             self._end(job)
             return
         self._admitted += 1
-        heapq.heappush(self._running, (self._steps + job.output - 1, self._admitted, job))
+        heapq.heappush(self._running, (self.steps + job.output - 1, self._admitted, job))
         self._context += job.prompt + 1
-
-    def _finish(self) -> None:
-        while self._running and self._running[0][0] <= self._steps:
-            _, _, job = heapq.heappop(self._running)
-            self._context -= job.prompt + job.output
-            self._end(job)
+        self._joined.append(self.now)
 
     def _end(self, job: Job) -> None:
         job.finished = self.now
         self.used -= job.bytes
 
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+        self.busy += seconds
+
 
 def _iterations_to(seconds: float, first: float, growth: float) -> int:
     """The fewest iterations that take ``seconds`` or more, where each takes ``growth`` longer than the one before."""
     if math.isinf(seconds):
-        return 1 << 62
+        return sys.maxsize
     if growth == 0:
         return max(1, math.ceil(seconds / first))
     half, linear = growth / 2, first - growth / 2

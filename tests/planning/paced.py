@@ -32,8 +32,7 @@ class Paced(Model):
         before = [cache.tokens for cache in caches]
         ran = Model.forward_ragged(self, ids, caches, **settings)
         if len(ids) == 1 and ids[0].shape[1] > 1:
-            count, start = ids[0].shape[1], before[0]
-            wanted = DEVICE.chunk + count * DEVICE.prompt_token + count * (start + count / 2) * DEVICE.prompt_pair
+            wanted = DEVICE.piece(before[0], ids[0].shape[1])
         else:
             wanted = DEVICE.decode(len(ids), sum(before))
         time.sleep(max(0.0, wanted - (time.perf_counter() - begin)))

@@ -145,5 +145,6 @@ def test_the_simulation_is_within_20_percent_of_a_server_that_computes() -> None
     rates = own_rates(model)
     alone = rates.prefill(80, CHUNK) + 16 * rates.decode(3, 3 * 90) / 3
     with served(args, port) as url:
-        load = Load(24, 0.5 / alone, (32, 128), (8, 24), 0.0, None, 0)
+        # Of 24 requests the slowest moves by 12% with rates that move by 3%, of 48 by 5%.
+        load = Load(48, 0.5 / alone, (32, 128), (8, 24), 0.0, None, 0)
         assert_close(compare(url, model, load, lambda: own_rates(model)))

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections import deque
-from dataclasses import replace
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tiny models
+
+from tiny import write_tiny_llama
+from tiny_tokenizer import write_tiny_tokenizer
+
+import kvcore
+from kvcore.engine import Engine, EngineConfig, Request
 from kvcore.planning import Fleet, Rates, Workload, parse_lengths, simulate
 from kvcore.planning.replica import Job, Replica
+from kvcore.sampling import SamplingParams
 
 RATES = Rates(chunk=0.002, prompt_token=5e-5, prompt_pair=1e-9, step=0.01, sequence=2e-4, context_token=1e-7)
 BYTES = 1000
@@ -23,44 +36,53 @@ def workload(
     return Workload(rate, parse_lengths("p", prompts), parse_lengths("o", outputs), requests, seed)
 
 
-def stepwise(jobs: list[Job], memory: int | None, max_batch: int, chunk: int) -> None:
-    """One replica, an iteration at a time, straight from the description of `Rates`."""
+def stepwise(jobs: list[Job], memory: int | None, max_batch: int, chunk: int) -> list[float]:
+    """One replica, an iteration at a time, straight from the description of `Rates`: the gaps between tokens."""
     coming, waiting = deque(jobs), deque[Job]()
-    running: list[list[object]] = []  # job, tokens of it so far
-    filling: Job | None = None
-    left, extra, used, now = 0, 0.0, 0, 0.0
-    while coming or waiting or running or filling:
-        if not waiting and not running and filling is None:
+    running: list[tuple[Job, list[float]]] = []  # with the times of its tokens
+    gaps: list[float] = []
+    chunks: deque[tuple[Job, int, int]] = deque()  # of the prompt in prefill: begin, end
+    used, now = 0, 0.0
+
+    def end(job: Job, at: list[float]) -> None:
+        nonlocal used
+        job.finished = now
+        used -= job.bytes
+        gaps.extend(np.diff(at).tolist())
+
+    while coming or waiting or running or chunks:
+        if not waiting and not running and not chunks:
             now = max(now, coming[0].arrived)
         while coming and coming[0].arrived <= now:
             waiting.append(coming.popleft())
-        fits = waiting and (memory is None or used + waiting[0].bytes <= memory)
-        if filling is None and fits and len(running) < max_batch:
-            filling = waiting.popleft()
-            used += filling.bytes
-            left = max(1, math.ceil((filling.prompt - chunk // 8) / chunk))  # no small chunk at the end
-            extra = RATES.prefill(filling.prompt, chunk) / left
-        now += extra if filling is not None else 0.0
         if running:
-            context = sum(job.prompt + done for job, done in running)  # type: ignore[attr-defined,operator]
-            now += RATES.decode(len(running), context)
-            for entry in running:
-                entry[1] += 1  # type: ignore[operator]
-        for job, done in list(running):
-            if done == job.output:  # type: ignore[attr-defined]
-                job.finished = now  # type: ignore[attr-defined]
-                used -= job.bytes  # type: ignore[attr-defined]
-                running.remove([job, done])
-        if filling is not None:
-            left -= 1
-            if left == 0:
-                filling.first_token = now
-                if filling.output == 1:
-                    filling.finished = now
-                    used -= filling.bytes
-                else:
-                    running.append([filling, 1])
-                filling = None
+            now += RATES.decode(len(running), sum(job.prompt + len(at) for job, at in running))
+            for _, at in running:
+                at.append(now)
+            for job, at in running:
+                if len(at) == job.output:
+                    end(job, at)
+            running = [(job, at) for job, at in running if len(at) < job.output]
+        left = chunk
+        while left > 0:
+            fits = waiting and (memory is None or used + waiting[0].bytes <= memory)
+            if not chunks and fits and len(running) < max_batch:
+                job = waiting.popleft()
+                used += job.bytes
+                count = max(1, math.ceil((job.prompt - chunk // 8) / chunk))  # no small chunk at the end
+                borders = [*range(0, count * chunk, chunk), job.prompt]
+                chunks.extend((job, first, last) for first, last in pairwise(borders))
+            if not chunks or (left < chunk and chunks[0][2] - chunks[0][1] > left):
+                break
+            job, first, last = chunks.popleft()
+            left -= last - first
+            now += RATES.prefill(last, 10**6) - RATES.prefill(first, 10**6) + RATES.chunk
+            if not chunks:
+                job.first_token = now
+                running.append((job, [now]))
+                if job.output == 1:
+                    end(*running.pop())
+    return gaps
 
 
 @pytest.mark.parametrize("memory", [None, 6 * 700 * BYTES])
@@ -79,10 +101,66 @@ def test_blocks_of_iterations_equal_single_ones(rate: float, memory: int | None)
         replica.advance(job.arrived)
         replica.submit(job)
     replica.advance(math.inf)
-    stepwise(made[1], memory, 8, 256)
-    for field in ("first_token", "finished"):
-        blocks, single = (np.array([getattr(job, field) for job in jobs]) for jobs in made)
+    gaps = stepwise(made[1], memory, 8, 256)
+    for name in ("first_token", "finished"):
+        blocks, single = (np.array([getattr(job, name) for job in jobs]) for jobs in made)
         np.testing.assert_allclose(blocks, single, rtol=1e-9)
+    assert sum(count for _, count in replica.gaps) == len(gaps)
+    assert sum(seconds * count for seconds, count in replica.gaps) == pytest.approx(sum(gaps))
+
+
+def test_an_iteration_takes_short_prompts_together() -> None:
+    """Three of 40 tokens go into a chunk of 128, the fourth waits for a decode step."""
+    replica, jobs = Replica(RATES, None, 8, 128), [Job(0.0, 40, 2, 0) for _ in range(4)]
+    for job in jobs:
+        replica.submit(job)
+    replica.advance(math.inf)
+    one = RATES.prefill(40, 128)
+    decode = RATES.decode(3, 3 * 41)
+    assert [job.first_token for job in jobs] == pytest.approx([one, 2 * one, 3 * one, 4 * one + decode])
+    assert jobs[0].finished == jobs[2].finished == pytest.approx(3 * one + decode)
+    assert [count for _, count in replica.gaps] == [1] * 4
+    gaps = sorted(seconds for seconds, _ in replica.gaps)
+    assert gaps == pytest.approx([RATES.decode(1, 41), decode, one + decode, 2 * one + decode])
+
+
+@dataclass(frozen=True, slots=True)
+class Timed(kvcore.Model):
+    """A clock that a chunk of a prompt moves by 1, and a decode step by 1000."""
+
+    clock: list[float] = field(default_factory=lambda: [0.0])
+
+    def forward_ragged(self, ids: Sequence[np.ndarray], caches: Sequence[Any], **settings: Any) -> Any:
+        self.clock[0] += 1.0 if ids[0].shape[1] > 1 else 1000.0
+        return kvcore.Model.forward_ragged(self, ids, caches, **settings)
+
+
+def test_requests_take_turns_as_in_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each first and last token of 40 requests, at most five at a time, by the same clock."""
+    loaded = kvcore.load(write_tiny_tokenizer(write_tiny_llama(tmp_path)), backend="reference")
+    model = Timed(**{each.name: getattr(loaded, each.name) for each in fields(loaded)})
+    engine = Engine(model, EngineConfig(max_batch=5, prefill_step=32, prefix_reuse=False))
+    take, taken = engine._take, defaultdict[str, list[float]](list)
+
+    def note(running: Any, *token: Any) -> None:
+        taken[running.request.id].append(model.clock[0])
+        take(running, *token)
+
+    monkeypatch.setattr(engine, "_take", note)
+    replica = Replica(Rates(1.0, 0.0, 0.0, 1000.0, 0.0, 0.0), None, 5, 32)
+    random, no_end = np.random.default_rng(4), dict.fromkeys(model.eos_token_ids, -100.0)
+    jobs = [Job(0.0, *random.integers((3, 1), (90, 9)).tolist(), 0) for _ in range(40)]
+    for number, job in enumerate(jobs):
+        params = SamplingParams(max_tokens=job.output, logit_bias=no_end)
+        engine.submit(Request(str(number), tuple(range(3, 3 + job.prompt)), params), lambda _: None)
+        replica.submit(job)
+    while engine.step():
+        pass
+    replica.advance(math.inf)
+    found = [taken[str(number)] for number in range(len(jobs))]
+    assert [len(at) for at in found] == [job.output for job in jobs]
+    assert [at[0] for at in found] == [job.first_token for job in jobs]
+    assert [at[-1] for at in found] == [job.finished for job in jobs]
 
 
 def test_a_request_alone_takes_its_prefill_and_its_steps() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -130,8 +129,7 @@ def test_the_log_has_no_prompts_and_no_keys(
     response = live.http.post("/v1/completions", json={"prompt": "my secret diary"}, headers=bearer(KEY))
     assert error_of(response, 500)["code"] == "internal"
     assert live.http.post(CHAT, json={"messages": secret}, headers=bearer(KEY)).status_code == 500
-    assert live.idle()
-    time.sleep(0.1)
+    assert wait_until(lambda: [line.get("status") for line in log()].count(500) == 2)
     text = json.dumps(log())
     assert '"type": "ValueError"' in text
     for hidden in ("diary", KEY, "sk-wrong-guess", "best of times"):
@@ -142,7 +140,14 @@ def test_the_logs_text_form_is_one_line_too(serve_fake: Callable[..., Live], cap
     configure("text")
     live = serve_fake()
     live.http.get("/v1/models")
-    time.sleep(0.1)
-    (line,) = capsys.readouterr().err.splitlines()
+    said = ""
+
+    def complete() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return said.endswith("\n")
+
+    assert wait_until(complete)  # a line is written after its answer
+    (line,) = said.splitlines()
     assert "request id=req-" in line
     assert "status=200" in line

@@ -49,7 +49,7 @@ class Rates:
 
     def prefill(self, tokens: int, chunk: int) -> float:
         """A whole prompt, alone."""
-        return chunks_of(tokens, chunk) * self.chunk + tokens * self.prompt_token + tokens**2 / 2 * self.prompt_pair
+        return self.piece(0, tokens) + (chunks_of(tokens, chunk) - 1) * self.chunk
 
     def decode(self, batch: int, context: float) -> float:
         """One step of ``batch`` sequences that hold ``context`` tokens together."""

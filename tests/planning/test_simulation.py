@@ -7,7 +7,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -124,26 +124,23 @@ def test_an_iteration_takes_short_prompts_together() -> None:
     assert gaps == pytest.approx([RATES.decode(1, 41), decode, one + decode, 2 * one + decode])
 
 
-@dataclass(frozen=True, slots=True)
-class Timed(kvcore.Model):
-    """A clock that a chunk of a prompt moves by 1, and a decode step by 1000."""
-
-    clock: list[float] = field(default_factory=lambda: [0.0])
-
-    def forward_ragged(self, ids: Sequence[np.ndarray], caches: Sequence[Any], **settings: Any) -> Any:
-        self.clock[0] += 1.0 if ids[0].shape[1] > 1 else 1000.0
-        return kvcore.Model.forward_ragged(self, ids, caches, **settings)
-
-
 def test_requests_take_turns_as_in_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each first and last token of 40 requests, at most five at a time, by the same clock."""
-    loaded = kvcore.load(write_tiny_tokenizer(write_tiny_llama(tmp_path)), backend="reference")
-    model = Timed(**{each.name: getattr(loaded, each.name) for each in fields(loaded)})
+    """Each first and last token of 40 requests, at most five at a time, by a clock that counts 1 for a chunk of a
+    prompt and 1000 for a decode step."""
+    model = kvcore.load(write_tiny_tokenizer(write_tiny_llama(tmp_path)), backend="reference")
+    forward, now = kvcore.Model.forward_ragged, 0.0
+
+    def timed(self: kvcore.Model, ids: Sequence[np.ndarray], *args: Any, **settings: Any) -> Any:
+        nonlocal now
+        now += 1.0 if ids[0].shape[1] > 1 else 1000.0
+        return forward(self, ids, *args, **settings)
+
+    monkeypatch.setattr(kvcore.Model, "forward_ragged", timed)
     engine = Engine(model, EngineConfig(max_batch=5, prefill_step=32, prefix_reuse=False))
     take, taken = engine._take, defaultdict[str, list[float]](list)
 
     def note(running: Any, *token: Any) -> None:
-        taken[running.request.id].append(model.clock[0])
+        taken[running.request.id].append(now)
         take(running, *token)
 
     monkeypatch.setattr(engine, "_take", note)

@@ -36,7 +36,8 @@ def combine_splits(
     at = ((row * blocks + column // NP).to(tl.int64) * results * NP + column % NP)[None, :]
     live = column < COLUMNS
     s = APART + tl.arange(0, RESULTS)
-    # All loads come first: the launch is short, and each wait for memory in a row would show.
+    # All loads stand first: the launch is short, and each wait for memory in a row shows. As compiled, it still waits for
+    # the maxima before it asks for the rest (docs/performance.md, "Next").
     m, l, o, rotated = _load_results(PO, PM, PL, at, s, results, live, j, NP, D, DP, TERMS > 0)
     top = tl.max(m, 0)
     if APART > 0:

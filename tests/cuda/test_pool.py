@@ -115,7 +115,7 @@ class TablesMachine(RuleBasedStateMachine):
         """Append, drop what was not accepted, fold."""
         before = (self.raw.free_pages, self.native.free_pages, self.tables.length(row))
         try:
-            self.tables.extend({row: count})
+            self._extend(row, count)
         except (KvcoreError, InputError):
             assert (self.raw.free_pages, self.native.free_pages, self.tables.length(row)) == before
             return
@@ -132,7 +132,7 @@ class TablesMachine(RuleBasedStateMachine):
         self.tables.hand_over(row)
         self.handed_over[row] = True
         try:
-            self.tables.extend({row: 0})
+            self._extend(row, 0)
         except (KvcoreError, InputError):
             return
         self._fold_and_commit()
@@ -179,6 +179,10 @@ class TablesMachine(RuleBasedStateMachine):
     def release(self, row: int) -> None:
         self.tables.release(row)
         self.tokens[row], self.positions[row], self.handed_over[row] = [], 0, False
+
+    def _extend(self, row: int, count: int) -> None:
+        """A step names every sequence, as its fold looks at every one: behind a hole a page may still be due."""
+        self.tables.extend({each: count if each == row else 0 for each in range(self.ROWS)})
 
     def _append(self, row: int, count: int) -> None:
         t = self.tables
@@ -264,6 +268,20 @@ class TablesMachine(RuleBasedStateMachine):
 
 TestTables = TablesMachine.TestCase
 TestTables.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_a_page_that_is_due_behind_a_hole_folds_in_the_next_step_of_any_sequence() -> None:
+    played = TablesMachine()
+    played.hand_over(row=1)
+    played.step(row=1, count=100, accepted=0)
+    played.drop(row=1, keep=2, count=1)
+    played.step(row=1, count=300, accepted=0)
+    assert played.tables.rows_folded(1) == 2  # the page with the hole, as far as it came before it
+    played.hand_over(row=0)
+    assert played.tables.rows_folded(1) == 2 + 125
+    played.the_device_finds_every_token()
+    played.pages_are_counted_right()
+    played.teardown()
 
 
 def test_an_exhausted_pool_says_what_is_needed_and_what_there_is() -> None:

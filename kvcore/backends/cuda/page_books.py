@@ -79,7 +79,10 @@ class PageBooks:
         return Needs(sum(raw) + sum(copies), sum(native), width)
 
     def extend(self, new: Mapping[int, int]) -> None:
-        """Room for new rows of some sequences ({row: count}) and for the pages that fold after them, or none of it.
+        """Room for new rows ({row: count}) and for the pages that fold after them, or none of it.
+
+        Every sequence that the step's fold looks at is named, with 0 where no row comes: behind a hole a page may still
+        be due.
 
         Raises InputError where a table has too few entries, KvcoreError where a pool has too few pages.
         """
